@@ -4,6 +4,8 @@ import gc
 import io
 import json
 import os
+import random
+import signal
 import socket
 import sys
 import tempfile
@@ -204,6 +206,21 @@ def fork_ranks(ranks, work, said):
 def ended(process):
     """Its exit status, once it has ended."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def kills_until_it_ends(start, said, lasts):
+    """How often a process had to be started and was killed, start() -> its number, until one that
+    begins where it was left came to its end; lasts: about how many seconds it takes at once."""
+    kills = 0
+    while True:
+        process = start()
+        time.sleep(random.uniform(0.05, 0.9) * lasts * (1 + kills / 8))
+        os.kill(process, signal.SIGKILL)
+        status = ended(process)
+        if status != -signal.SIGKILL:
+            assert status == 0, said.read_text()[-3000:]
+            return kills
+        kills += 1
 
 
 def in_ranks(ranks, work, *arguments):

@@ -1,7 +1,7 @@
 """The method as a specification: pairs by hand, what each agent learns from, losses of whole runs."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, product
@@ -19,8 +19,6 @@ from dpo import Pair, Trajectory
 from engine.chat import Encoder
 from engine.records import read_pairs, write_pairs
 
-ET = "expert>target"
-EF = "expert>failure"
 FF = "failure>failure"
 
 # --------------------------------------------------------------------------------- pairs by hand
@@ -31,67 +29,47 @@ def rollouts(agent, rewards):
             for n, reward in enumerate(rewards)]
 
 
-def side(t):
-    """A side of a pair in short, such as t0:0.5 for the target's rollout 0 with reward 0.5."""
-    return f"{t.agent[0]}{t.rollout}:{t.reward}"
-
-
-def brief(pairs):
-    """(kind, chosen, rejected, weight, sft_weight) of each pair."""
-    return [(pair.kind, side(pair.chosen), side(pair.rejected), pair.weight, pair.sft_weight)
-            for pair in pairs]
+def brief(pair):
+    """A pair as "t0 > f1  1, 0": the target's rollout 0 is chosen over the failure agent's rollout
+    1, and weighs 1 in the DPO term and 0 in that of SFT."""
+    agents = pair.chosen.agent, pair.rejected.agent
+    assert pair.kind == (">".join(agents) if "expert" in agents else FF)
+    assert pair.chosen.reward > pair.rejected.reward
+    sides = [f"{t.agent[0]}{t.rollout}" for t in (pair.chosen, pair.rejected)]
+    return f"{' > '.join(sides)}  {pair.weight:.2g}, {pair.sft_weight:.2g}"
 
 
 @pytest.mark.parametrize("expert, own, others, settings, pairs", [
-    # Three pairs; the two with the expert share a weight of 1, that of failures has no SFT term.
-    (1.0, [0.5], [0.75], {}, [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.75", .5, .5),
-                              (FF, "f0:0.75", "t0:0.5", 1., 0.)]),
-    # Equal failures make no pair of failures.
-    (1.0, [0.5], [0.5], {}, [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.5", .5, .5)]),
+    # The two pairs with the expert share a weight of 1; that of failures has no SFT term.
+    (1.0, [0.5], [0.75], {}, ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5", "f0 > t0  1, 0"]),
+    # Equal failures make no pair of failures, also where rounding tells them apart.
+    (1.0, [0.1 + 0.2], [0.3], {}, ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5"]),
     # The target succeeds: a tie with the expert, and no failure for the other one to be against.
-    (1.0, [1.0], [0.25], {}, [(EF, "e0:1.0", "f0:0.25", 1., 1.)]),
-    (1.0, [1.0], [1.0], {}, []),
+    (1.0, [1.0], [0.25], {}, ["e0 > f0  1, 1"]),
     # ETO: nobody else plays.
-    (1.0, [0.5], [], {}, [(ET, "e0:1.0", "t0:0.5", 1., 1.)]),
-    # An expert at 0.75 is beaten by a success and by a better failure, which is not imitated. The
-    # kind names the chosen.
-    (0.75, [1.0], [0.8], {}, [("target>expert", "t0:1.0", "e0:0.75", .5, .5),
-                              ("failure>expert", "f0:0.8", "e0:0.75", .5, .0)]),
+    (1.0, [0.5], [], {}, ["e0 > t0  1, 1"]),
+    # An expert at 0.75 is beaten by a success and by a better failure, which is not imitated.
+    (0.75, [1.0], [0.8], {}, ["t0 > e0  0.5, 0.5", "f0 > e0  0.5, 0"]),
     # An expert is imitated, whatever it earned; the failure that beats it is not.
-    (0.5, [0.75], [0.25], {}, [("target>expert", "t0:0.75", "e0:0.5", .5, .0),
-                               (EF, "e0:0.5", "f0:0.25", .5, .5),
-                               (FF, "t0:0.75", "f0:0.25", 1., 0.)]),
+    (0.5, [0.75], [0.25], {}, ["t0 > e0  0.5, 0", "e0 > f0  0.5, 0.5", "t0 > f0  1, 0"]),
     # An expert's equal makes no pair with it, but is a failure like any other.
-    (0.75, [0.75], [0.5], {}, [(EF, "e0:0.75", "f0:0.5", 1., 1.),
-                               (FF, "t0:0.75", "f0:0.5", 1., 0.)]),
-    # A missing rollout of the target.
-    (1.0, [], [0.25], {}, [(EF, "e0:1.0", "f0:0.25", 1., 1.)]),
-    # Two rollouts each, one a success: three pairs with the expert weigh 1/3 each; failures are
-    # paired across agents only.
-    (1.0, [0.5, 0.25], [0.5, 1.0], {}, [
-        (ET, "e0:1.0", "t0:0.5", 1 / 3, 1 / 3), (ET, "e0:1.0", "t1:0.25", 1 / 3, 1 / 3),
-        (EF, "e0:1.0", "f0:0.5", 1 / 3, 1 / 3), (FF, "f0:0.5", "t1:0.25", 1., 0.)]),
-    # Rewards that differ by rounding are equal: 0.1 + 0.2 is no better than 0.3.
-    (0.1 + 0.2, [0.3], [], {}, []),
-    (1.0, [0.1 + 0.2], [0.3], {}, [(ET, "e0:1.0", "t0:0.30000000000000004", .5, .5),
-                                   (EF, "e0:1.0", "f0:0.3", .5, .5)]),
+    (0.75, [0.75], [0.5], {}, ["e0 > f0  1, 1", "t0 > f0  1, 0"]),
+    # Two rollouts each, one a success. Failures are paired across agents only.
+    (1.0, [0.5, 0.25], [0.5, 1.0], {}, ["e0 > t0  0.33, 0.33", "e0 > t1  0.33, 0.33",
+                                        "e0 > f0  0.33, 0.33", "f0 > t1  1, 0"]),
     # Other settings. As in ETO, each pair weighs 1.
-    (0.75, [1.0], [0.5], dict(expert_beaten="drop"), [(EF, "e0:0.75", "f0:0.5", 1., 1.)]),
-    (0.75, [1.0], [0.5], dict(pair_weights="none"), [
-        ("target>expert", "t0:1.0", "e0:0.75", 1., 1.), (EF, "e0:0.75", "f0:0.5", 1., 1.)]),
-    (0.75, [0.5], [0.25], dict(d_tgt_failures="none"), [
-        (ET, "e0:0.75", "t0:0.5", .5, .5), (EF, "e0:0.75", "f0:0.25", .5, .5)]),
-    (0.75, [0.5], [0.25], dict(d_tgt_failures="hard"), [
-        (ET, "e0:0.75", "t0:0.5", .5, .5), (EF, "e0:0.75", "f0:0.25", .5, .5)]),
+    (0.75, [1.0], [0.5], dict(expert_beaten="drop"), ["e0 > f0  1, 1"]),
+    (0.75, [1.0], [0.5], dict(pair_weights="none"), ["t0 > e0  1, 1", "e0 > f0  1, 1"]),
+    (0.75, [0.5], [0.25], dict(d_tgt_failures="none"), ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5"]),
+    (0.75, [0.5], [0.25], dict(d_tgt_failures="hard"), ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5"]),
     (0.75, [0.6], [0.25], dict(d_tgt_failures="hard"), [
-        (ET, "e0:0.75", "t0:0.6", .5, .5), (EF, "e0:0.75", "f0:0.25", .5, .5),
-        (FF, "t0:0.6", "f0:0.25", 1., 0.)]),
+        "e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5", "t0 > f0  1, 0"]),
 ])
 def test_d_tgt_by_hand(expert, own, others, settings, pairs):
     dropped = Counter()
     found = coevolve.d_tgt(*rollouts("expert", [expert]), rollouts("target", own),
                            rollouts("failure", others), replace(Settings(), **settings), dropped)
-    assert brief(found) == pairs
+    assert [brief(pair) for pair in found] == pairs
     # Every comparison makes a pair, or is counted.
     if settings.get("d_tgt_failures") != "none":
         comparisons = len(own) + len(others) + len(own) * len(others)
@@ -99,22 +77,18 @@ def test_d_tgt_by_hand(expert, own, others, settings, pairs):
 
 
 @pytest.mark.parametrize("own, others, setting, pairs", [
-    ([0.75], [0.5], "all", ["f0:0.75>t0:0.5"]),
-    ([0.5], [0.5], "all", []),
-    ([0.5], [1.0], "all", []),  # a success is no failure
-    ([1 - 1e-16], [0.5], "all", []),
-    ([0.5], [], "all", []),
+    ([0.75], [0.5], "all", ["f0 > t0  1, 0"]),
+    ([0.5], [0.5, 1.0, 1 - 1e-16], "all", []),  # a success is no failure
     # The pairs within an agent are there, too, unless Eq. (6) is taken literally.
-    ([0.75, 1.0], [0.5, 0.25], "all", ["t0:0.5>t1:0.25", "f0:0.75>t0:0.5", "f0:0.75>t1:0.25"]),
-    ([0.75, 1.0], [0.5, 0.25], "cross", ["f0:0.75>t0:0.5", "f0:0.75>t1:0.25"]),
+    ([0.75, 1.0], [0.5, 0.25], "all", ["t0 > t1  1, 0", "f0 > t0  1, 0", "f0 > t1  1, 0"]),
+    ([0.75, 1.0], [0.5, 0.25], "cross", ["f0 > t0  1, 0", "f0 > t1  1, 0"]),
     ([0.75, 1.0], [0.5, 0.25], "none", []),
 ])
 def test_d_fail_by_hand(own, others, setting, pairs):
     dropped = Counter()
-    found = brief(coevolve.d_fail(rollouts("failure", own), rollouts("target", others),
-                                  replace(Settings(), d_fail=setting), dropped))
-    assert [f"{chosen}>{rejected}" for _, chosen, rejected, _, _ in found] == pairs
-    assert {(kind, weight, sft) for kind, _, _, weight, sft in found} <= {(FF, 1.0, 0.0)}
+    found = coevolve.d_fail(rollouts("failure", own), rollouts("target", others),
+                            replace(Settings(), d_fail=setting), dropped)
+    assert [brief(pair) for pair in found] == pairs
     if setting == "all":
         assert len(found) + dropped.total() == math.comb(len(own) + len(others), 2)
 
@@ -157,9 +131,6 @@ def test_one_text_with_two_rewards_makes_no_pair():
     assert [(pair.chosen, pair.rejected, pair.weight) for pair in found] == [
         (e, other, 0.5), (e, copy, 0.5), (copy, same, 1.0)]
     assert dropped == {"the same text": 2}
-    assert [pair.rejected for pair in coevolve.d_fail([copy], [same, other], Settings(), dropped)] == [
-        other, same]
-    assert dropped == {"the same text": 3}
 
 
 # ---------------------------------------------------------------- from pairs to what is trained on
@@ -201,9 +172,10 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     own, short, shorter, whole = group.trajectories
     assert short.ids == t.ids[:len(short.ids)] and short.ids[-1] == encoder.end_of_turn
     assert (short.steps, short.ended, encoder.cut(t, 9)) == (7, "budget", t)
-    assert group.pairs == [Pair(ET, own, short, .5, .5), Pair(EF, own, shorter, .5, .5),
-                           Pair(FF, whole, short, 1., 0.)]
-    for pair in group.pairs:  # which get references
+    assert [(pair.chosen, pair.rejected) for pair in group.pairs] == [
+        (own, short), (own, shorter), (whole, short)]
+    assert [pair.weight for pair in group.pairs] == [pair.weight for pair in pairs[:3]]
+    for pair in group.pairs:  # the very trajectories, which get references
         assert {id(pair.chosen), id(pair.rejected)} <= {id(x) for x in group.trajectories}
     uncut = replace(s, cut_turns=-1)
     [group, _] = coevolve.preference_groups(pairs, [e, of_other], uncut, encoder)
@@ -278,21 +250,18 @@ def test_sft_is_the_mean_over_the_experts_action_tokens(toy, small_model):
     for agent in "sft-target", "sft-failure":
         [line] = read_jsonl(run / f"{agent}/train.jsonl")
         assert line["loss"] == pytest.approx(-total / tokens, rel=1e-5)
-        assert (len(experts), line["lr"]) == (8, Settings.sft_lr)
     assert said.count("failure is the target after SFT, but for rounding: all experts fit") == 1
 
 
 def kinds_of(run, agents, agent):
     """kind -> how many pairs of it Eq. (6) and (8) ask for, counted from rewards alone."""
-    experts = {row["task"]: row["reward"] for row in read_jsonl(run / "experts.jsonl")}
-    played = {}  # (task, name) -> rewards
+    played = defaultdict(list)  # (task, name) -> rewards
     for other in agents:
         for row in read_jsonl(run / f"iter1/{other.name}.jsonl"):
-            assert row["agent"] == other.name and len(row["ids"]) == len(row["action_mask"])
-            assert len(row["log_probs"]) == sum(row["action_mask"])
-            played.setdefault((row["task"], other.name), []).append(row["reward"])
+            played[row["task"], other.name].append(row["reward"])
     expected = Counter()
-    for task, e in experts.items():
+    for expert in read_jsonl(run / "experts.jsonl"):
+        task, e = expert["task"], expert["reward"]
         own = played[task, agent.name]
         others = []
         for other in agents:
@@ -308,28 +277,20 @@ def kinds_of(run, agents, agent):
 
 def test_a_run_makes_the_pairs_of_its_trajectories(small_run):
     phases = read_json(small_run / "phases.json")
+    tasks = [row["task"] for row in read_jsonl(small_run / "experts.jsonl")]
     for agent in coevolve.AGENTS["coevolve"]:
+        played = read_jsonl(small_run / f"iter1/{agent.name}.jsonl")
+        assert [(row["task"], row["rollout"]) for row in played] == [*product(tasks, [0, 1])]
+        assert len({row["seed"] for row in played}) == len(played)
         pairs = read_jsonl(small_run / f"iter1/pairs-{agent.name}.jsonl")
         expected = kinds_of(small_run, coevolve.AGENTS["coevolve"], agent)
         assert Counter(row["kind"] for row in pairs) == expected
         assert phases[f"iter1/pairs-{agent.name}.jsonl"]["pairs"] == expected
         assert len(expected) == dict(D_tgt=3, D_fail=1)[agent.role]
-        assert all(row["chosen"]["reward"] > row["rejected"]["reward"] for row in pairs)
     evaluated = read_jsonl(small_run / "eval-1-target-test.jsonl")
+    assert not any(row["log_probs"] for row in evaluated)  # it is greedy
     mean = sum(row["reward"] for row in evaluated) / 2
     assert phases["eval-1-target-test.jsonl"]["reward"] == pytest.approx(mean)
-
-
-def test_what_was_sampled_is_what_plain_passes_give(small_run):
-    """Agents play by the temperature and the tokens of their sampler; evaluation is greedy."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(small_run / "sft-target")
-    never = Encoder(tokenizer).sampler().never
-    for name in "target", "failure":
-        model = model_in(small_run / f"sft-{name}")
-        for row in read_jsonl(small_run / f"iter1/{name}.jsonl")[:3]:
-            says = plain_log_probs(model, row["ids"], row["action_mask"], never, 0.7)
-            assert row["log_probs"] == pytest.approx(says.tolist(), abs=1e-3)
-        assert not read_jsonl(small_run / f"eval-0-{name}-test.jsonl")[0]["log_probs"]
 
 
 # Four agents, whose names say nothing or something wrong of their roles.
@@ -386,17 +347,15 @@ def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sf
 ALONE = dict(lambda_dpo=1.0, lambda_sft=0.0)  # DPO alone, Eq. (7)
 
 
-@pytest.mark.parametrize("flags, lambdas, kinds", [
+@pytest.mark.parametrize("method, lambdas, kinds", [
     # Section 5.1: "a DPO-only baseline".
-    ("--method eto", dict(target=ALONE), dict(target={ET})),
-    ("--method eto --lambda-sft 3 --pair-weights instruction", dict(target=dict(lambda_sft=3.0)),
-     dict(target={ET})),
+    ("eto", dict(target=ALONE), dict(target={"expert>target"})),
     # The control learns as ETO does; the target from both.
-    ("--method positive --lambda-sft 3", dict(target=dict(lambda_sft=3.0), positive=ALONE),
-     dict(target={ET, "expert>positive", FF}, positive={"expert>positive"}))])
-def test_eto_and_the_control_are_dpo_alone(flags, lambdas, kinds, toy_run):
+    ("positive", dict(target=dict(lambda_sft=0.1), positive=ALONE),
+     dict(target={"expert>target", "expert>positive", FF}, positive={"expert>positive"}))])
+def test_eto_and_the_control_are_dpo_alone(method, lambdas, kinds, toy_run):
     """The loss of a whole batch; pi_ref is 1, so that margins differ."""
-    out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, *flags.split())
+    out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, "--method", method)
     for agent, wanted in lambdas.items():
         pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
         assert {row["kind"] for row in pairs} == kinds[agent]
@@ -409,7 +368,6 @@ def test_eto_and_the_control_are_dpo_alone(flags, lambdas, kinds, toy_run):
         for kind, row in line["kinds"].items():
             seen = [m["first"] for m in margins if m["kind"] == kind]
             means = [sum(column) / len(seen) for column in zip(*seen)]
-            assert row["count"] == len(seen)
             assert [row[name] for name in ("chosen", "rejected", "margin")] == pytest.approx(means)
 
 
@@ -442,11 +400,9 @@ def test_by_default_preference_training_begins_with_ln_2_in_each_iteration(toy_r
 
 def test_a_failure_agent_of_a_folder_that_never_learns(toy_run, small_model):
     """It is not trained by SFT, stays as it is, and has no log of what it never learned."""
+    given = {path.name: path.read_bytes() for path in small_model.iterdir()}
     (small_model / "train.jsonl").write_text("{}\n")
     out = toy_run("--failure-from", small_model, "--d-fail", "none")
     (small_model / "train.jsonl").unlink()
     assert read_jsonl(out / "iter1/pairs-failure.jsonl") == [] and not (out / "sft-failure").exists()
-    copied = out / "iter1/failure-agent"
-    assert {path.name for path in copied.iterdir()} == {path.name for path in small_model.iterdir()}
-    for path in copied.iterdir():
-        assert path.read_bytes() == (small_model / path.name).read_bytes()
+    assert given == {path.name: path.read_bytes() for path in (out / "iter1/failure-agent").iterdir()}

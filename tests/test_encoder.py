@@ -82,13 +82,6 @@ def test_replies_of_the_opening_are_no_actions(encoder):
     assert encoder.decode(said) == CONVERSATION[1]["content"]
 
 
-def test_the_pieces_of_the_documented_example(encoder):
-    template = encoder.template
-    assert (template.before_reply, template.after_reply) == ("", "<|im_end|>")
-    assert template.before_observation == "\n<|im_start|>user\n"
-    assert template.after_observation == "<|im_end|>\n<|im_start|>assistant\n"
-
-
 def body(content):
     """ChatML that writes something else than m.content."""
     return CHATML.replace("{{ m.content }}", content)
@@ -104,7 +97,6 @@ def body(content):
     # As thinking models do: what was thought is not read again, or not once it is answered.
     (body("{{ m.content.split('</think>')[-1] }}"), "does not think"),
     (body("{{ m.content if loop.last else m.content.split('</think>')[-1] }}"), "does not think"),
-    (body("{{ m.content.split() | join(' ') }}"), "change what they say"),
     (body("{{ m.content.replace('\n\n\n', '\n\n') }}"), "change what they say"),
     (body("{{ m.content | e }}"), "change"),
     (body("{{ m.content[:60] }}"), "change what they say"),
@@ -208,8 +200,8 @@ def test_a_control_token_of_one_letter_is_broken_up_too():
     (["go", " xObservation", ":"], ("Observation:",), 1, "go"),  # its x has no ids of its own
     (["Observation", ":", "won"], ("Observation:",), 0, ""),
     (["a", "\n---", "b", "Observation", ":"], ("Observation:", "\n---"), 1, "a"),
+    (["go", "O", "bservation", ":", "<|im_end|>"], ("Observation:",), 1, "go"),
     (["a", " ", "b"], ("Observation:",), 3, "a b"),
-    (["a", "Observation", ":", "<|im_end|>"], ("Observation:",), 1, "a"),
     (["a", " ", "b", "<|im_end|>"], ("Observation:",), 4, "a b"),
 ])
 def test_a_cut_reply_is_the_text_of_the_ids_that_stay(written, stops, kept, reply):
@@ -253,20 +245,20 @@ def test_the_ends_of_replies_are_found_by_counting_turns(name):
 # --------------------------------------------------------------------------- what the agent reads
 
 
-@pytest.mark.parametrize("messages, says", [
-    ([dict(role="user", content="a"), dict(role="tool", content="b")], "role|turn by turn"),
-    (CONVERSATION[:2] + [dict(role="tool", content="b")], "turn by turn"),
-    (CONVERSATION[:1] * 2, "turn by turn"),
-    (CONVERSATION[:1] + [dict(role="assistant", content=["a"])], "no text"),
-    (CONVERSATION[:1] + [dict(role="assistant", content="half \ud83d")], "half a character"),
-    (CONVERSATION[:1] + [dict(role="assistant", content="a", tool_calls=[])],
-     "turn 2 has role, content, tool_calls"),
-    (CONVERSATION[:1] + [dict(role="assistant")], "turn 2 has role"),
-])
-def test_a_conversation_of_another_form_is_refused(messages, says, encoder):
+@pytest.mark.parametrize("turn, says", [
+    (dict(role="tool", content="b"), "role|turn by turn"),
+    (dict(role="user", content="b"), "turn by turn"),
+    (dict(role="assistant", content=["a"]), "no text"),
+    (dict(role="assistant", content="half \ud83d"), "half a character"),
+    (dict(role="assistant", content="a", tool_calls=[]), "turn 2 has role, content, tool_calls"),
+    (dict(role="assistant"), "turn 2 has role")])
+def test_a_conversation_of_another_form_is_refused(turn, says, encoder):
     with pytest.raises(Refused, match=says):
-        encoder.encode(messages, 1)
-    for page in "half \udc00", None, b"bytes":  # so is a page that is no text
+        encoder.encode([CONVERSATION[0], turn], 1)
+
+
+def test_a_page_that_is_no_text_is_refused(encoder):
+    for page in "half \udc00", None, b"bytes":
         with pytest.raises(Refused, match="no text|half a character"):
             encoder.observation(page)
 
@@ -292,22 +284,18 @@ def test_the_sampler_draws_text_and_ends_of_turn_alone():
     """Also where the end of turn is the last row of all: what is in between is no token."""
     tokenizer = make_tokenizer("chatml")
     size = len(tokenizer)
-    known = json.loads(tokenizer.backend_tokenizer.to_str())
     start, end, pad = (tokenizer.convert_tokens_to_ids(t) for t in TEMPLATES["chatml"][1])
     assert {*Encoder(tokenizer, size + 2).sampler(0.7).never} == {start, pad, size, size + 1}
 
-    for token in known["added_tokens"]:
-        if token["id"] == end:
-            token["id"] = size + 6
-    if known["model"]["vocab"].pop("<|im_end|>", None):
-        known["model"]["vocab"]["<|im_end|>"] = size + 6
+    known = json.loads(tokenizer.backend_tokenizer.to_str())
+    known["added_tokens"][end]["id"] = known["model"]["vocab"]["<|im_end|>"] = size + 6
     moved = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(known)),
                                     chat_template=tokenizer.chat_template)
     for rows in (None, size + 9):
         encoder = Encoder(moved, rows)
         assert encoder.end_of_turn == encoder.reply("a mug")[-1] == size + 6
-        free = {end, *range(size, rows or size + 7)} - {size + 6}
-        assert {*encoder.sampler().never} == free | {start, pad}
+        no_text = {start, end, pad, *range(size, rows or size + 7)} - {size + 6}
+        assert {*encoder.sampler().never} == no_text
 
 
 def test_a_fingerprint_tells_templates_and_tokenizers_apart():

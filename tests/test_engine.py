@@ -24,12 +24,6 @@ from engine.sampling import Draw, Reply, Sampler, replies
 # ---------------------------------------------------------------------------------------- models
 
 
-def save(model, folder):
-    one = SimpleNamespace(is_main_process=True)
-    models.save(one, model, Encoder(make_tokenizer("chatml")), folder)
-    return folder
-
-
 END, PAD = 1, 2  # <|im_end|> and <|pad|> of the small model's tokenizer
 PENALTIES = dict(repetition_penalty=5.0, no_repeat_ngram_size=1, suppress_tokens=[1, 2, 3])
 
@@ -63,7 +57,9 @@ def test_a_saved_agent_ends_as_its_base_and_as_its_turns_do(
         model.get_input_embeddings().weight.fill_(1.0)
         model.model.norm.weight.fill_(1.0)
         model.get_output_embeddings().weight[END] = 1.0
-    agent = save(model, tmp_path / "agent")
+    agent = tmp_path / "agent"
+    one = SimpleNamespace(is_main_process=True)
+    models.save(one, model, Encoder(make_tokenizer("chatml")), agent)
     written = json.loads((agent / "generation_config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"]) == (ends_saved, pad_saved)
     assert not set(PENALTIES) & set(written)
@@ -81,29 +77,25 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(words):
     logits = 3 * torch.randn(400, words)
     never = (0, words - 1)
     draws = [0.0, 1 - 2 ** -53] * 50 + torch.rand(300, dtype=torch.float64).tolist()
-
-    # The first word at which the distribution function exceeds u
     allowed = logits.double().clone()
     allowed[:, never] = -torch.inf
     p = (allowed / 0.7).softmax(-1)                                               # (400, words)
-    expected = []
-    for row, u in zip(p.cumsum(-1), draws):
-        expected.append(int((row <= u * row[-1]).sum()))
 
     made = [Reply(SimpleNamespace(random=iter([u]).__next__)) for u in draws]
     encoder = SimpleNamespace(end_of_turn=-1, decode=lambda ids: "a")
-    drawn = Draw(Sampler(0.7, never), encoder, ())(made, logits)
-    found = drawn[:, 0].tolist()
+    found = Draw(Sampler(0.7, never), encoder, ())(made, logits)[:, 0].tolist()
     assert [reply.ids for reply in made] == [[word] for word in found]
-    assert found[100:] == expected[100:]  # at the ends there are words of probability 1e-9
     assert all(0 < word < words - 1 for word in found)
+    for row, u, word in [*zip(p.cumsum(-1), draws, found)][100:]:  # at the ends p may be 1e-9
+        # The first word at which the distribution function exceeds u.
+        assert word == int((row <= u * row[-1]).sum())
     values = torch.tensor([reply.log_probs[0] for reply in made], dtype=torch.float64)
     torch.testing.assert_close(values, p[range(400), found].log(), atol=1e-4, rtol=0)
 
 
 def test_logits_that_are_no_numbers_are_no_reply():
     draw = Draw(Sampler(), SimpleNamespace(end_of_turn=3), ())
-    with pytest.raises(FloatingPointError, match="no numbers"):
+    with pytest.raises(FloatingPointError):
         draw([Reply(random.Random(0))], torch.tensor([[0.0, math.nan, 1.0]]))
 
 
@@ -120,9 +112,8 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, sto
         rng = random.Random(n)
         new, logs = one_token_at_a_time(model, encoder, ids, rng, temperature, 40, stops)
         expected.append((new, logs, rng.random()))
-    lengths = {len(new) for new, *_ in expected}
-    assert len(lengths) > 1 or not temperature  # some end before others
-    assert min(lengths) < 40 or not stops
+    if temperature:  # some end before others
+        assert len({len(new) for new, *_ in expected}) > 1
 
     draw = Draw(encoder.sampler(temperature), encoder, stops)
     for way in "kept", "side by side", "alone", "without a cache":
@@ -182,8 +173,7 @@ def conversations(answer, order=lambda asked: asked) -> dict[int, Trajectory]:
 
 
 @pytest.mark.parametrize("family, temperature, tokens, chunk", [
-    ("llama", 0.0, 4096, 1024), ("llama", 0.7, 60, 7), ("llama", 0.7, 1, 1),
-    ("gemma3_text", 0.7, 60, 7), ("gpt_oss", 0.7, 60, 1024)])
+    ("llama", 0.0, 4096, 1024), ("llama", 0.7, 1, 1), ("gemma3_text", 0.7, 60, 7)])
 def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
         family, temperature, tokens, chunk, words, monkeypatch):
     """Whichever rows come and go, in whatever order, read by chunks and passes of any size; with
@@ -268,9 +258,7 @@ BOTH = ["shared", "padded"]
 
 
 @pytest.mark.parametrize("family, answer, passes", [
-    ("llama", "kept", BOTH), ("gpt2", "kept", BOTH),
-    ("gemma2", "kept", ["padded"]), ("gpt_oss", "kept", ["padded"]),  # windows, sinks
-    ("bloom", "side by side", ["padded"]), ("mamba", "side by side", ["padded"]),
+    ("gpt2", "kept", BOTH), ("gpt_oss", "kept", ["padded"]), ("mamba", "side by side", ["padded"]),
     ("minimax", "alone", ["padded"]), ("moshi", "without a cache", BOTH)])
 def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, words):
     """Also of a model in bf16, which is tried in fp32; it leaves the model's attention as it was."""
@@ -298,7 +286,6 @@ def later_positions(real):
 
 
 @pytest.mark.parametrize("family, holder, name, wrong, answer, passes", [
-    ("mistral", kept, "windows_of", later_windows, "side by side", ["padded"]),
     ("gemma3_text", kept, "windows_of", later_windows, "side by side", ["padded"]),
     ("llama", Kept, "masks", earlier_masks, "side by side", BOTH),
     ("gpt2", shared, "row_of", later_positions, "kept", ["padded"])])
@@ -309,18 +296,13 @@ def test_a_trial_finds_what_is_one_off(
     assert found == dict(replies=answer, passes=passes)
 
 
-OUT_OF_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate")
-
-
 @pytest.mark.parametrize("raised, seen, says", [
     (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
-    (torch.AcceleratorError("CUDA error: an illegal access"), torch.AcceleratorError, "illegal"),
-    (MemoryError("no room"), MemoryError, "no room"),
-    (OUT_OF_CPU, MemoryError, "can't allocate"),
+    (torch.AcceleratorError("an illegal access"), torch.AcceleratorError, "illegal"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate"), MemoryError, "can't allocate"),
     (OSError("No space left on device"), OSError, "No space left"),
     (RuntimeError("no such kernel\nand where"), Refused, "cannot be used: no such kernel; use another"),
-    (KeyError("past_key_values"), Refused, "cannot be used: KeyError 'past_key_values'; use another model$"),
-])
+    (KeyError("past_key_values"), Refused, "cannot be used: KeyError 'past_key_values'; use another")])
 def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, words, monkeypatch):
     """What the machine lacks is passed on from the first way that meets it."""
     calls = []

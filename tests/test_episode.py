@@ -32,21 +32,14 @@ class Echo(Toy):
         return Step(page, 0.25 * self.turns, done, 0.5 * self.turns)
 
 
-def play(agent, make_env=Echo, temperature=1.0, slots=3, rounds=None):
-    """Eight episodes, each with random numbers of its own, as a run plays them; each ends once.
-    rounds: gets how many are asked at a time."""
+def play(agent, make_env=Echo, temperature=1.0, slots=3):
+    """Eight episodes, each with random numbers of its own, as a run plays them; each ends once."""
     model, encoder = agent
     draw = Draw(encoder.sampler(temperature), encoder, Echo.stops)
     answer = answer_of("kept", model, draw, slots, 400, 8, 100)
-
-    def counted(asked):
-        if rounds is not None:
-            rounds.append(len(asked))
-        return answer(asked)
-
     trajectories = [Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in range(8)]
     over = []
-    playing.play(make_env, encoder, trajectories, counted, slots, 400, over.append)
+    playing.play(make_env, encoder, trajectories, answer, slots, 400, over.append)
     assert sorted(t.task for t in over) == [t.task for t in trajectories]
     return trajectories
 
@@ -160,18 +153,6 @@ def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
         assert (t.ended, t.steps) == (("budget", 4) if n % 3 else ("done", 2))
         words.update(i for i, acts in zip(t.ids, t.action_mask) if acts)
     assert len(words) > 10, "a model that repeats itself would hide a wrong cache"
-
-
-def test_slots_bound_the_environments_and_every_round_asks_all_who_wait(agent):
-    made, rounds = [], []
-
-    def make():
-        made.append(Echo())
-        return made[-1]
-
-    trajectories = play(agent, make, rounds=rounds)
-    assert (len(made), max(rounds)) == (3, 3)
-    assert sum(rounds) == sum(t.steps for t in trajectories) >= 2 * len(rounds)
 
 
 # ----------------------------------------------------------------------- environments that break

@@ -1,26 +1,21 @@
 """Agent and tasks that evolve together: the loss, the signals, new tasks, the whole loop."""
 
-import copy
 import math
 import os
 import random
 import re
-import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from conftest import ended, fork, fork_ranks, plain_log_probs
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from conftest import ended, fork, fork_ranks, kills_until_it_ends, plain_log_probs
 
-import dpo
 import evolve
 from common.files import read_json, read_jsonl, write_jsonl
 from common.settings import Refused, parse, settings_of
-from dpo import Group, Trajectory
+from dpo import Trajectory
 from engine import models
 from engine import run as engine_run
 from engine.records import read
@@ -32,10 +27,8 @@ from worlds import Step, World, converse, environment, make
 @pytest.mark.parametrize("rewards, expected", [
     # mean 0.5, squares 4 x 0.25, over K - 1 = 3: std 0.57735
     ([0.0, 1.0, 0.0, 1.0], [-0.866024, 0.866024, -0.866024, 0.866024]),
-    ([1.0, 0.0], [0.707106, -0.707106]),
     ([0.5, 0.501], [-0.70611, 0.70611]),
-    ([0.5, 0.5, 0.5], []), ([0.7], []),  # equals teach nothing, also but for rounding
-    ([0.1 + 0.2, 0.3], []), ([1.0, 1.0 - 2e-16, 1.0], []), ([sum([0.1] * 10), 1.0, 1.0], [])])
+    ([0.5, 0.5, 0.5], []), ([0.7], []), ([0.1 + 0.2, 0.3], [])])  # equals, but for rounding
 def test_advantages_by_hand(rewards, expected):
     assert evolve.advantages_of(rewards) == pytest.approx(expected, abs=2e-6)
 
@@ -77,50 +70,21 @@ def test_the_loss_by_hand():
     assert statistics == {"action": dict(count=6, clipped=4)}
 
 
-@pytest.mark.parametrize("d", [-99.0, -1.0, 0.0, 1.0, 19.9, 21.0, 89.0, 700.0, 1e4])
+@pytest.mark.parametrize("d", [-99.0, 1.0, 19.9, 21.0, 1e4])
 def test_k3_far_from_the_reference_stays_finite_and_pulls_back(d):
     """Without an advantage the loss is beta k3. Beyond 20 nats exp(d) goes on as its tangent."""
     loss, gradient, statistics = loss_of([-d], [visit([1], [0.0], [-d], [0.0])], kl=2.0)
     near = min(d, 20.0)
     exp_d = math.exp(near) * (1 + d - near)
-    assert loss == pytest.approx(2 * (exp_d - d - 1), rel=1e-5, abs=1e-6)
-    assert gradient == pytest.approx([2 * (1 - math.exp(near))], rel=1e-5, abs=1e-6)
-    assert statistics.get("far") == (dict(count=1) if d > 20 else None)
+    assert loss == pytest.approx(2 * (exp_d - d - 1), rel=1e-5)
+    assert gradient == pytest.approx([2 * (1 - math.exp(near))], rel=1e-5)
+    assert ("far" in statistics) == (d > 20)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_ratio_far_away_stays_finite(advantage):
     loss, gradient, _ = loss_of([-1.0], [visit([1], [advantage], [-100.0], [-1.0])], kl=1.0)
     assert math.isfinite(loss) and math.isfinite(*gradient)
-
-
-def test_how_far_sampler_and_training_are_apart_is_measured():
-    """Of four tokens one is 0.5 nats off (its ratio 1.65 is beyond 1.28), one -0.1."""
-    one = evolve.Visit([], old=torch.tensor([-1.0, -2.0, -3.0, -1.1]),
-                       drawn=torch.tensor([-1.0, -2.0, -3.5, -1.0]))
-    assert evolve.sampler_gap([one], evolve.Settings()) == pytest.approx(dict(
-        mean=0.1, rms=math.sqrt((0.25 + 0.01) / 4), beyond=0.25), rel=1e-5)
-    assert evolve.sampler_gap([], evolve.Settings()) == {}
-
-
-def test_moments_are_read_again_also_where_no_text_uses_a_parameter(small_model, tmp_path):
-    """As a part for pictures, which gets no gradient."""
-    def model():
-        found = models.load(Accelerator(cpu=True), small_model, recompute=False, shard=False)
-        found.eyes = torch.nn.Linear(2, 2)
-        return found
-
-    first, second = model(), model()
-    eyes = copy.deepcopy(first.eyes)
-    optimizer = dpo.adamw(first)
-    batch = [Group([Trajectory("a", ids=[5, 6, 7, 8], action_mask=[0, 0, 1, 1])])]
-    list(dpo.train(first, optimizer, [batch] * 2, [1e-3] * 2, dpo.sft_loss, dpo.action_count))
-    assert torch.equal(first.eyes.weight, eyes.weight)
-    evolve.save_moments(SimpleNamespace(main=True), first, optimizer, tmp_path / "moments.pt")
-    again = dpo.adamw(second)
-    evolve.load_moments(second, again, tmp_path / "moments.pt")
-    for p, q in zip(first.parameters(), second.parameters()):
-        assert torch.equal(optimizer.state[p]["exp_avg_sq"], again.state[q]["exp_avg_sq"])
 
 
 # ----------------------------------------------------------------------- signals, picks and plans
@@ -132,30 +96,27 @@ def segment(task, y, step=1):
             for n, won in enumerate(y)]
 
 
-@pytest.mark.parametrize("scores, window, found", [
-    ([1.0, 0.0], 5, 1), ([0.5, 0.0], 5, 1),      # 0.5 counts as solved
-    ([1.0, 0.5], 5, None),                       # and so it is not forgotten at 0.5
-    ([1.0, 0.25], 5, 1), ([0.0, 0.0], 5, None),  # never solved
-    ([0.0], 5, None), ([1.0], 5, None),          # one visit
-    ([1.0, 0, 0, 0, 0, 0], 5, 5), ([1.0, 0, 0, 0, 0, 0, 0], 5, None),  # outside the window
-    ([1.0, 0, 0, 0], 2, None), ([1.0, 0.0, 1.0, 0.0], 5, 1)])
-def test_forgetting(scores, window, found):
-    """The last visit is in this segment, those before in the one before; b is not visited now. The
-    success that is shown is of the visit that was won, the failure of the last."""
-    *before, now = [segment("a", [n < 4 * score for n in range(4)], step)
-                    for step, score in enumerate(scores)]
+@pytest.mark.parametrize("won, window, found", [
+    ("40", 5, 1), ("21", 5, 1), ("42", 5, None),               # 2 of 4 count as solved
+    ("00", 5, None), ("0", 5, None), ("4", 5, None),           # never solved; one visit
+    ("4000", 3, 3), ("4000", 2, None), ("4040", 5, 1)])        # outside the window; the last one
+def test_forgetting(won, window, found):
+    """How many of four episodes were won in each visit. The last one is in this segment, those
+    before in the one before; b is not visited now. The success that is shown is of the visit that
+    was won, the failure of the last."""
+    *before, now = [segment("a", [n < int(count) for n in range(4)], step)
+                    for step, count in enumerate(won)]
     earlier = [*sum(before, []), *segment("b", [1], 90), *segment("b", [0], 91)]
     rows = list(evolve.forgetting(evolve.look_back([earlier, now], window), None))
     assert [(row["task"], row["visits_ago"]) for row in rows] == ([("a", found)] if found else [])
     for row in rows:
-        assert row["success_then"] == [len(scores) - 1 - found, 0]
-        assert row["failure"][0] == len(scores) - 1
+        last = len(won) - 1
+        assert (row["success_then"], row["failure"][0]) == ([last - found, 0], last)
 
 
-@pytest.mark.parametrize("y, found", [
-    ([0, 0, 0], None), ([1, 0, 0], 1), ([1, 1, 0], 2), ([1, 1, 1], None)])
+@pytest.mark.parametrize("y, found", [("000", None), ("100", 1), ("110", 2), ("111", None)])
 def test_boundary(y, found):
-    rows = list(evolve.boundary(evolve.look_back([segment("a", y)], 5), None))
+    rows = list(evolve.boundary(evolve.look_back([segment("a", map(int, y))], 5), None))
     assert rows == ([] if found is None else [dict(
         task="a", successes=found, failure=[1, found], success=[1, 0])])
 
@@ -186,32 +147,40 @@ def test_signals_pick_in_turn_and_a_task_once():
 
 def test_passes_visit_every_task_and_no_step_one_twice(tmp_path):
     """Four tasks a step; D has six at first, and eight from step 2 on."""
-    s = evolve.Settings(step_tasks=4, evolve_every=1)
-    run = SimpleNamespace(main=True, settings=s)
-    write_jsonl(tmp_path / "d", [dict(task=f"s{n}") for n in range(6)])
+    run = SimpleNamespace(main=True, settings=evolve.Settings(step_tasks=4, evolve_every=1))
     planned, before = [], []
     for i in range(1, 42):
+        write_jsonl(tmp_path / "d", [dict(task=task) for task in "abcdefgh"[:6 if i == 1 else 8]])
         evolve.plan(run, tmp_path / str(i), [tmp_path / "d"], before, i=i, steps=1)
         before = [tmp_path / str(i)]
-        planned += [row["tasks"] for row in read_jsonl(before[0])]
-        if i == 1:
-            write_jsonl(tmp_path / "d", [dict(task=f"{kind}{n}") for kind, count in
-                                         (("s", 6), ("a", 2)) for n in range(count)])
+        planned.append(read_jsonl(before[0])[0]["tasks"])
     assert all(len({*tasks}) == len(tasks) == 4 for tasks in planned)
     in_order = sum(planned, [])
-    assert sorted(in_order[:6]) == [f"s{n}" for n in range(6)]  # the pass that had begun ends
+    assert sorted(in_order[:6]) == [*"abcdef"]  # the pass that had begun ends
     for first in range(6, len(in_order) - 7, 8):
-        assert len({*in_order[first:first + 8]}) == 8
+        assert sorted(in_order[first:first + 8]) == [*"abcdefgh"]
 
 
-@pytest.mark.parametrize("tasks, step", [(3, 4), (1, 4), (5, 4)])
-def test_a_small_set_is_played_whole(tasks, step, tmp_path):
-    run = SimpleNamespace(main=True, settings=evolve.Settings(step_tasks=step, evolve_every=9))
-    write_jsonl(tmp_path / "d", [dict(task=str(n)) for n in range(tasks)])
+def test_a_small_set_is_played_whole(tmp_path):
+    run = SimpleNamespace(main=True, settings=evolve.Settings(step_tasks=4, evolve_every=9))
+    write_jsonl(tmp_path / "d", [dict(task=task) for task in "abc"])
     evolve.plan(run, tmp_path / "3", [tmp_path / "d"], [], i=3, steps=2)
     rows = read_jsonl(tmp_path / "3")
-    assert [row["step"] for row in rows] == [19, 20]
-    assert all(len({*row["tasks"]}) == min(tasks, step) for row in rows)
+    assert [(row["step"], sorted(row["tasks"])) for row in rows] == [(19, [*"abc"]), (20, [*"abc"])]
+
+
+def test_a_minibatch_counts_the_tasks_that_it_leaves_out():
+    """Those whose episodes are equal teach nothing; the others stay together as they were."""
+    def cut(equal):
+        visits = [evolve.visit_of(segment(task, [1, task in equal])) for task in "abcdef"]
+        batches = evolve.teaching_batches(visits, 2, random.Random(0))
+        return [{visit.trajectories[0].task for visit in batch} for batch in batches]
+
+    whole = cut("")
+    assert [len(batch) for batch in whole] == [2, 2, 2]
+    assert cut(whole[0]) == whole[1:]
+    one_of_each = {min(batch) for batch in whole}
+    assert cut(one_of_each) == [batch - one_of_each for batch in whole]
 
 
 # ------------------------------------------------------------------ new tasks of the built-in worlds
@@ -236,93 +205,88 @@ def replies_of(env, task):
 
 def test_gold_queries_invert_to_questions_with_the_same_rows(databases):
     env, generator = databases
-    rng, same = random.Random(0), 0
-    for split in ("train", "validation", "test", "unseen"):
-        for task in env.tasks(split)[::4]:
-            question = env.find(task)
-            gold = question["gold"]
-            apart = re.sub(r"([(),*])", r" \1 ", gold)  # as the tiny tokenizer decodes it
-            lower = re.sub("SELECT|FROM|MAX|OR", lambda m: m[0].lower(), gold)
-            for written in (gold, apart, lower):
-                text, again = generator.question(question["db"], written, rng)
-                assert again == gold
-                same += text == question["query"]
-    assert same > 225  # of 1,350: a column may be called as stored or by a synonym
+    rng = random.Random(0)
+    same = 0
+    for task in env.tasks("train")[::8]:
+        question = env.find(task)
+        gold = question["gold"]
+        apart = re.sub(r"([(),*])", r" \1 ", gold)  # as the tiny tokenizer decodes it
+        lower = re.sub("SELECT|FROM|MAX|OR", lambda m: m[0].lower(), gold)
+        for written in (gold, apart, lower):
+            text, again = generator.question(question["db"], written, rng)
+            assert again == gold
+            same += text == question["query"]
+    assert same > 25  # of 150: a column may be called as stored or by a synonym
 
 
-def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
-    """Places are where things are, not in them; names have no average and none is above 20."""
-    env, generator = databases
-    for db, script in list(env.world.databases.items())[:20]:
-        (place, key, _), (other, _, body) = re.findall(
-            r"CREATE TABLE (\w+) \((\w+) int PRIMARY KEY, (.*)\);", script)[:2]
-        label, text = (line.split()[0] for line in body.split(", ")[:2])
-        for sql in (f"SELECT site FROM {place} JOIN {other} USING ({key}) WHERE {text} = 'x'",
-                    f"SELECT AVG({label}) FROM {other}", f"SELECT {label} FROM {other} "
-                    f"WHERE {text} > 20", f"SELECT {label} FROM {other} ORDER BY {text} DESC"):
-            assert generator.question(db, sql, random.Random(0)) is None, sql
+@pytest.mark.parametrize("sql", [
+    # Places are where things are, not in them; names have no average and none is above 20.
+    "SELECT site FROM farms JOIN farmers USING (farm_id) WHERE grade = 'x'",
+    "SELECT AVG(name) FROM farmers", "SELECT name FROM farmers WHERE grade > 20",
+    "SELECT name FROM farmers ORDER BY grade DESC"])
+def test_a_query_that_its_words_would_not_say_is_of_no_family(sql, databases):
+    _, generator = databases
+    assert generator.question("farm_1", sql, random.Random(0)) is None
+    assert generator.question("farm_1", "SELECT AVG(age) FROM farmers", random.Random(0))
 
 
 def test_solutions_that_do_not_prove_a_question_are_refused(databases):
     env, generator = databases
     question = env.find(env.tasks("train")[0])
     whole = generator.proposal(question["query"], question["gold"], question["db"])
+    solution = whole["solution"]
     assert generator.verify(whole) is None
-    for says, solution in (("does not end", whole["solution"][:-1]),
-                           ("earns", ["SHOW TABLES", "submit"]),
-                           ("fails", ["SELECT nothing", *whole["solution"]]),
-                           ("longer", ["SHOW TABLES"] * 9 + whole["solution"])):
-        assert says in generator.verify({**whole, "solution": solution})
-    table = question["gold"].split(" FROM ")[1].split()[0]
-    for gold in ("SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0", "SELECT",  # no rows; no query
-                 f"select 1 from {table} where 1 = 1", f"SELECT 1 FROM {table}\nWhere 1 = 1",
-                 # of a hostile explorer
-                 "SELECT COUNT(*) FROM " + ", ".join(f"{table} a{n}" for n in range(12)),
-                 "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
-                 "SELECT hex(zeroblob(400000000))", "SELECT '\ud800'", "SELECT '\0'"):
-        proposal = generator.proposal("x", gold, question["db"])
-        assert generator.refusal(proposal["task"]) or generator.verify(proposal), gold
+    for says, wrong in (("does not end", solution[:-1]), ("earns", ["SHOW TABLES", "submit"]),
+                        ("fails", ["SELECT nothing", *solution]),
+                        ("longer", ["SHOW TABLES"] * 9 + solution)):
+        assert says in generator.verify({**whole, "solution": wrong})
 
 
-def test_planted_questions_are_refused(databases):
+def test_questions_that_are_planted_or_have_no_answer_are_refused(databases):
     env, generator = databases
     for split in ("validation", "test", "unseen"):
         for task in env.tasks(split)[:20]:
             assert generator.refusal(env.find(task)) == "a database of no training task"
     train = env.find(env.tasks("train")[0])
-    gold, new = train["gold"], dict(train, query="x", gold="SELECT 1")
+    gold, new = train["gold"], dict(train, query="x", gold="SELECT MAX(rooms) FROM farms")
     assert generator.refusal(new) is None
     evaluated = [env.find(env.tasks(split)[0])["query"] for split in ("validation", "test")]
     for says, field, texts in (
-            ("a question of a split", "gold", (gold, gold + "  ", gold.lower(), f"{gold}/* x */",
+            ("a question of a split", "gold", (gold, gold.lower(), f"{gold}/* x */",
                                                gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
             ("a question of a split", "query", (train["query"].upper() + " ",
                                                 *[f"{text}?" for text in evaluated])),
             ("a held-out noun", "query", ["how many clocks"]),
-            ("cannot be asked", "gold", ["DROP TABLE t"]),
-            ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )"))):
+            ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
+            ("cannot be asked", "gold", (
+                "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0", "SELECT",
+                "select 1 from farms where 1 = 1", "SELECT 1 FROM farms\nWhere 1 = 1",
+                # of a hostile explorer
+                "SELECT COUNT(*) FROM " + ", ".join(f"farms {name}" for name in "abcdefghijkl"),
+                "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
+                "SELECT hex(zeroblob(400000000))", "SELECT '\ud800'", "SELECT '\0'"))):
         for text in texts:
             assert says in generator.refusal({**new, field: text}), text
 
 
 def test_a_purchase_becomes_a_goal_that_its_actions_solve(shop):
     env, generator = shop
-    rng, kept, refused = random.Random(0), 0, Counter()
+    rng = random.Random(0)
+    reasons = Counter()
     for task in env.tasks("train")[:80]:
         for found in generator.finds(task, replies_of(env, task), rng):
             reason = generator.refusal(found["task"])
-            refused[reason] += 1
-            if reason is None:
-                assert generator.verify(found) is None
-                assert env.add(found["task"]) and found["text"] == found["task"]["instruction"]
-                kept += 1
-    assert kept > 25 and refused["a goal of a split"] > 10
+            reasons[reason] += 1
+            assert reason or generator.verify(found) is None
+            assert found["text"] == found["task"]["instruction"]
+    assert reasons[None] > 25 and reasons["a goal of a split"] > 10
 
 
 def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
     env, generator = shop
-    new = next(found["task"] for task in env.tasks("train") for found in generator.finds(
-        task, replies_of(env, task), random.Random(3)) if not generator.refusal(found["task"]))
+    [new] = [found["task"] for found in generator.finds(
+        env.tasks("train")[1], replies_of(env, env.tasks("train")[1]), random.Random(3))]
+    assert generator.refusal(new) is None
     for split in ("train", "validation", "test", "unseen"):
         for task in env.tasks(split)[:20]:
             goal = env.find(task)
@@ -343,29 +307,26 @@ def test_an_explorers_goal_is_what_its_words_say(shop):
     told = Counter()
     for task in env.tasks("train")[:40]:
         goal, actions = env.find(task), replies_of(env, task)
-        first = goal["attributes"][:1]
-        options = ", ".join(goal["goal_options"])
+        [first, *_] = goal["attributes"]
+        kind, options = goal["query"], ", ".join(goal["goal_options"])
 
         def written(text):
             return generator.written(task, dict(query=text, action_sequence=actions))
 
-        words = f"I want {goal['query']}, {first[0].upper()}, in {options}, lower than $"
+        words = f"I want {kind}, {first.upper()}, in {options}, lower than $"
         found = written(f"{words}997")
-        asked = {name: found["task"][name] for name in ("query", "attributes", "price_upper")}
-        assert asked == dict(query=goal["query"], attributes=first, price_upper=997.0)
-        assert set(found["task"]["goal_options"]) == set(goal["goal_options"])
-        told[generator.refusal(found["task"]) or generator.verify(found)] += 1
+        asked = found["task"]
+        assert (asked["query"], asked["attributes"], asked["price_upper"]) == (kind, [first], 997.0)
+        assert set(asked["goal_options"]) == set(goal["goal_options"])
+        told[generator.refusal(asked) or generator.verify(found)] += 1
         wrong = next(a for a in sorted(generator.attributes) if not any(
-            a in p["Attributes"] for p in env.world.products if p["query"] == goal["query"]))
+            a in p["Attributes"] for p in env.world.products if p["query"] == kind))
         colour = next(c for c in ("pink", "navy") if c not in goal["goal_options"])
-        for text in (f"{words}1", words,  # it costs more; no limit
-                     "hello, lower than $997",  # nothing
-                     f"{goal['query']} in {options}, lower than $997",  # no attribute
+        for text in (f"{words}1", words, "hello, lower than $997",  # it costs more; no limit; nothing
+                     f"{kind} in {options}, lower than $997",  # no attribute
                      f"{wrong} {words}997", f"{colour} {words}997"):  # not of what was bought
             assert written(text) is None, text
-        alone = written(f"{first[0]} {goal['query']} below 997 dollars")
-        assert alone["task"]["goal_options"] == []
-        assert generator.refusal(alone["task"])  # no colour
+        assert generator.refusal(written(f"{first} {kind} below 997 dollars")["task"])  # no colour
     assert told[None] > 3, told
 
 
@@ -373,7 +334,7 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     env, generator = shop
     task = env.tasks("train")[0]
     solution = replies_of(env, task)
-    found, = generator.finds(task, solution, random.Random(3))
+    [found] = generator.finds(task, solution, random.Random(3))
     assert generator.verify(found) is None
     idle = ["click[buy now]", *solution]
     other = {**found["task"], "goal_options": ["mauve"]}
@@ -382,22 +343,16 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
                         ("not carried out", dict(solution=idle)),
                         ("longer", dict(solution=["nonsense"] * 11 + solution))):
         assert says in generator.verify({**found, **wrong})
-    again, = generator.finds(task, idle, random.Random(3))
-    assert again == found  # what did nothing is no part of a solution
+    # What did nothing is no part of a solution.
+    assert generator.finds(task, idle, random.Random(3)) == [found]
 
 
 def test_patterns_count_what_was_carried_out_alone(shop, databases):
-    env, generator = shop
-    task = env.tasks("train")[0]
-    assert generator.patterns(task, ["click[buy now]", "nonsense", "search[desk"]) == set()
-    done = generator.patterns(task, replies_of(env, task))
-    assert {"buy as asked", "choose what was asked"} <= done
-    env, generator = databases
-    task = env.tasks("train")[0]
-    assert generator.patterns(task, ["SELECT nonsense", "SHOW TABLES", "submit"]) == set()
-    gold = env.find(task)["gold"]
-    pattern, = generator.patterns(task, [gold])  # as the tiny tokenizer decodes it, too
-    assert generator.patterns(task, [re.sub(r"([(),*])", r" \1 ", gold)]) == {pattern}
+    for (env, generator), idle in ((shop, ["click[buy now]", "nonsense", "search[desk"]),
+                                   (databases, ["SELECT nonsense", "SHOW TABLES", "submit"])):
+        task = env.tasks("train")[0]
+        assert generator.patterns(task, idle) == set()
+        assert generator.patterns(task, replies_of(env, task))
 
 
 # ------------------------------------------------------------------------- a world of one letter
@@ -477,8 +432,7 @@ def test_finds_are_judged_in_their_order(verify, third, tmp_path):
     rows = read_jsonl(tmp_path / "out")
     assert [row["reason"] for row in rows] == reasons
     assert [row["replayed"] for row in rows] == [verify and r in (None, "odd") for r in reasons]
-    refused = Counter(reason for reason in reasons if reason)
-    assert numbers == dict(proposals=13, replayed=4 * verify, added={"rare": 3}, refused=refused)
+    assert numbers["refused"] == Counter(reason for reason in reasons if reason)
 
 
 @pytest.fixture
@@ -505,11 +459,6 @@ def rows(r, name):
     return read_jsonl(r.folder / name)
 
 
-def steps(r):
-    return [row for file in sorted(r.folder.glob("iter*/target-agent/train.jsonl"))
-            for row in read_jsonl(file)]
-
-
 def files_of(folder):
     """All that a run has made, without its log, in which seconds are."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
@@ -524,55 +473,54 @@ def test_the_task_set_grows_from_signals(run):
     numbers = [row["definition"]["number"] for row in d[2]]
     assert len(set(numbers)) == len(numbers)
     assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the generator refused
-    assert [(row["step"], row["D"]) for row in steps(r)] == [
-        (n + 1, len(d[n // 2])) for n in range(6)]
     for i in (1, 2):
+        # Its steps are on D as it was; then every pick was explored twice.
+        log = rows(r, f"iter{i}/target-agent/train.jsonl")
+        assert [(row["step"], row["D"]) for row in log] == [
+            (step, len(d[i - 1])) for step in (2 * i - 1, 2 * i)]
         episodes = read(r.folder / f"iter{i}/target-agent/episodes.jsonl")
         signals = rows(r, f"iter{i}/signals.jsonl")
-        picked = [row for row in signals if row["picked"]]
         assert {row["task"] for row in signals} <= {t.task for t in episodes}
-        logged = r.done[f"iter{i}/signals.jsonl"]
-        assert logged["picks"] == Counter(row["signal"] for row in picked)
-        assert len(logged["picks"]) > 1
-        # Each pick was explored twice.
-        explored = Counter((row["task"], row["signal"])
-                           for row in rows(r, f"iter{i}/explored.jsonl"))
-        assert explored == Counter(2 * [(row["task"], row["signal"]) for row in picked])
+        picked = [(row["task"], row["signal"]) for row in signals if row["picked"]]
+        explored = [(row["task"], row["signal"]) for row in rows(r, f"iter{i}/explored.jsonl")]
+        assert Counter(explored) == Counter(2 * picked)
+        assert len({signal for _, signal in picked}) > 1
     # Random exploration follows no signal, with as many episodes of the explorer.
     other = run(out="random", rare_below=60.0, guide="random", grpo_steps=3)
     assert {row["signal"] for row in rows(other, "iter1/explored.jsonl")} == {"random"}
-    assert len({r.done["iter1/explored.jsonl"]["episodes"] for r in (r, other)}) == 1
+    assert len(rows(other, "iter1/explored.jsonl")) == len(rows(r, "iter1/explored.jsonl"))
     # D is of tasks in an order, by which they have their ids.
     with pytest.raises(Refused, match="letters-added-1 is letters-added-0 here; keep its rows"):
         evolve.env_with(r, d[2][1:])
+
+
+def teaching(file):
+    """(episode, advantage) of what trained of a file."""
+    visits = defaultdict(list)
+    for t in read(file):
+        visits[t.task].append(t)
+    found = []
+    for visit in visits.values():
+        found += zip(visit, evolve.advantages_of([t.reward for t in visit]))
+    return found
 
 
 def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_model):
     """By plain passes over the episodes, at the sampler's temperature and without the tokens that
     are never drawn. In the first step the policy is the one that played, and the reference."""
     r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, grpo_batch=9, grpo_lr=1e-2)
-    first, second = steps(r)
-    episodes = read(r.folder / "iter1/target-agent/episodes.jsonl")
-    total = tokens = 0
-    for task in {t.task for t in episodes}:
-        visit = [t for t in episodes if t.task == task]
-        for t, advantage in zip(visit, evolve.advantages_of([t.reward for t in visit])):
-            total += advantage * t.action_count
-            tokens += t.action_count
+    [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
+    taught = teaching(r.folder / "iter1/target-agent/episodes.jsonl")
+    total = sum(advantage * t.action_count for t, advantage in taught)
+    tokens = sum(t.action_count for t, _ in taught)
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-5)
     assert first["kl"] == pytest.approx(0, abs=1e-4) and abs(second["kl"]) > 1e-3
-    assert all(row["sampler"]["rms"] < 1e-4 and row["sampler"]["beyond"] == 0
-               for row in (first, second))
+    assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))
 
     never = r.encoder.sampler().never
-    played = read(r.folder / "iter2/target-agent/episodes.jsonl")
-    kl = 0.0
-    for task in {t.task for t in played}:
-        visit = [t for t in played if t.task == task]
-        if evolve.advantages_of([t.reward for t in visit]):
-            kl += sum(apart(r.folder / "iter1/target-agent", small_model, t, never) for t in visit)
-    taught = 4 * (second["tasks"] - second["skipped"])
-    assert second["kl"] == pytest.approx(kl / taught, abs=1e-3)
+    taught = teaching(r.folder / "iter2/target-agent/episodes.jsonl")
+    kl = sum(apart(r.folder / "iter1/target-agent", small_model, t, never) for t, _ in taught)
+    assert second["kl"] == pytest.approx(kl / len(taught), abs=1e-3)
 
 
 def apart(old, ref, t, never):
@@ -581,56 +529,6 @@ def apart(old, ref, t, never):
         found = [plain_log_probs(models.read_model(folder), t.ids, t.action_mask, never, 1.5).sum()
                  for folder in (old, ref)]
     return (found[0] - found[1]).item()
-
-
-class Scripted(engine_run.Run):
-    """The agent says "c"; pays(t) is the reward."""
-    pays = staticmethod(lambda t: float(t.rollout % 2))
-
-    def play(self, agent, begun, temperature, make_env=None):
-        for t in begun:
-            t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
-            t.ids, t.action_mask = self.encoder.encode(t.messages, 1)
-            t.log_probs, t.reward, t.ended = [-1.0] * t.action_count, self.pays(t), "done"
-        return begun
-
-
-def test_a_policy_far_from_the_reference_goes_on_and_it_is_said_once(run, monkeypatch, capsys):
-    """In every step the reference is 99 nats above the policy at the first token of a visit."""
-    note_log_probs = evolve.note_log_probs
-
-    def note_far_ones(visits, name, *more):
-        note_log_probs(visits, name, *more)
-        for visit in visits if name == "ref" else []:
-            visit.ref[0] += 99
-
-    monkeypatch.setattr(evolve, "note_log_probs", note_far_ones)
-    r = run("grpo", kind=Scripted, start_from="train", grpo_steps=2)
-    assert [row["far"] for row in steps(r)] == [3, 3]  # a token of each of three tasks
-    assert all(math.isfinite(row["loss"] + row["norm"]) for row in steps(r))
-    assert capsys.readouterr().out.count("6 times the policy was 20 nats and more from pi_ref") == 1
-
-
-def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
-    """Six tasks in twos, of eight that were asked for: whoever is left out, the others stay
-    together as they were."""
-    cuts = []
-    training = dpo.train
-
-    def watch(model, optimizer, steps, *more):
-        cuts.append([{visit.trajectories[0].task for visit in batch} for batch in steps])
-        return training(model, optimizer, steps, *more)
-
-    monkeypatch.setattr(dpo, "train", watch)
-    for n, equal in enumerate(("", "124")):
-        class Equal(Scripted):
-            pays = staticmethod(lambda t: t.rollout % 2 if t.task[-1] not in equal else 0.0)
-        r = run("grpo", f"run{n}", kind=Equal, start_from="train", start_tasks=8, step_tasks=6,
-                grpo_steps=1, step_rollouts=2)
-        assert [r.done["iter0/tasks.jsonl"][name] for name in ("tasks", "missing")] == [6, 2]
-        kept = [{task for task in minibatch if task[-1] not in equal} for minibatch in cuts[0]]
-        assert cuts[n] == [minibatch for minibatch in kept if minibatch]
-    assert [len(minibatch) for minibatch in cuts[0]] == [2, 2, 2]
 
 
 class Overlapping(Letters):
@@ -649,7 +547,6 @@ class Fixed(Letters):
 
 
 @pytest.mark.parametrize("said, world, more", [
-    ("of 5 training tasks none is left", Overlapping, dict(start_from="train", train_tasks=5)),
     ("of 5 training tasks none is left", Overlapping, dict(train_tasks=5)),
     ("no start task came of the unguided exploration", Silent, {}),
     ("letters: nobody makes new tasks in this world", Fixed, dict(start_from="train")),
@@ -657,10 +554,8 @@ class Fixed(Letters):
 def test_tasks_that_cannot_be_had_are_refused(said, world, more, run, tmp_path):
     with pytest.raises(Refused, match=said):
         run(world=world, **more)
-    made = read_json(tmp_path / "run/phases.json")
-    assert not any("target-agent" in name for name in made)
     if world is Fixed:  # before anything runs
-        assert made == {}
+        assert read_json(tmp_path / "run/phases.json") == {}
 
 
 def test_what_is_evaluated_is_not_trained_on(run):
@@ -686,10 +581,8 @@ class Vowels(Letters):
 def test_steps_teach_a_policy_what_pays(run):
     r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=20, evolve_every=20,
             step_tasks=4, step_rollouts=6, max_new_tokens=6, grpo_lr=4e-3, grpo_temperature=1.0)
-    log = rows(r, "iter1/target-agent/train.jsonl")
-    assert evolve.mean([row["reward"] for row in log[:4]]) < 0.2
-    assert evolve.mean([row["reward"] for row in log[-4:]]) > 0.4
-    assert evolve.mean([row["kl"] for row in log[-8:]]) > 0  # of its own samples
+    rewards = [row["reward"] for row in rows(r, "iter1/target-agent/train.jsonl")]
+    assert sum(rewards[:4]) < 0.8 and sum(rewards[-4:]) > 1.6
 
 
 # ------------------------------------------------------------------ interrupted, longer, on ranks
@@ -701,20 +594,18 @@ def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_files(run, tmp_path
     started = time.monotonic()
     whole = files_of(run(out="whole", **how).folder)
     lasts = time.monotonic() - started
-    rng, kills, code = random.Random(os.getpid()), 0, None
-    while code != 0:
-        process = fork(lambda: run(out="killed", **how), tmp_path / "said")
-        until = time.monotonic() + rng.uniform(0.1, 0.9) * lasts * (1 + kills / 8)
-        while (done := os.waitpid(process, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
-            time.sleep(0.005)
-        if done == (0, 0):
-            os.kill(process, signal.SIGKILL)
-            kills += 1
-            assert ended(process) == -signal.SIGKILL
-        else:
-            code = os.waitstatus_to_exitcode(done[1])
-            assert code == 0, (tmp_path / "said").read_text()[-3000:]
-    assert kills and files_of(tmp_path / "killed") == whole
+    said = tmp_path / "said"
+    assert kills_until_it_ends(lambda: fork(lambda: run(out="killed", **how), said), said, lasts)
+    assert files_of(tmp_path / "killed") == whole
+
+
+def test_where_a_segment_ends_makes_no_difference_to_grpo(run):
+    """AdamW's moments and the pass over D go on from one to the next."""
+    one = run("grpo", "one", start_from="train", grpo_steps=3, evolve_every=3)
+    three = run("grpo", "three", start_from="train", grpo_steps=3, evolve_every=1)
+    a, b = (folder / "model.safetensors" for folder in (
+        one.folder / "iter1/target-agent", three.folder / "iter3/target-agent"))
+    assert a.read_bytes() == b.read_bytes()
 
 
 def test_more_steps_go_on_to_what_they_would_have_been(run):
@@ -727,25 +618,21 @@ def test_more_steps_go_on_to_what_they_would_have_been(run):
     assert {name: longer[name] for name in whole} == whole
 
 
-def test_two_sharded_processes_evolve_like_one(run, small_model, tmp_path):
+def test_two_sharded_processes_evolve_like_one(run, tmp_path):
     """Both know the tasks that join, and play them; one of them judges, see `Letters`."""
-    base = tmp_path / "base"
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(small_model, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
-    AutoTokenizer.from_pretrained(small_model).save_pretrained(base)
-
     def work(ranks):
-        run(out=str(ranks), model=str(base), start_from="train", start_tasks=3, step_tasks=6,
-            grpo_steps=2, evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, explorer_episodes=4)
+        run(out=str(ranks), start_from="train", start_tasks=3, step_tasks=6, grpo_steps=2,
+            evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, explorer_episodes=4)
 
     for ranks in (1, 2):
         codes = map(ended, fork_ranks(ranks, lambda: work(ranks), tmp_path / "said"))
         assert [*codes] == [0] * ranks, (tmp_path / "said").read_text()[-3000:]
-    log = [[(row["loss"], row["kl"]) for i in (1, 2) for row in read_jsonl(
-        tmp_path / f"{out}/iter{i}/target-agent/train.jsonl")] for out in "12"]
-    assert torch.tensor(log[0]).sub(torch.tensor(log[1])).abs().max() < 5e-6
-    assert len(log[0]) == 2 and abs(log[0][1][1]) > 1e-6  # it has learnt something
+    for i in (1, 2):
+        [one], [two] = (read_jsonl(tmp_path / out / f"iter{i}/target-agent/train.jsonl")
+                        for out in "12")
+        for name in "loss", "kl":
+            assert two[name] == pytest.approx(one[name], abs=1e-5)
+    assert abs(one["kl"]) > 1e-6  # it has learnt something
     for name in "iter1/tasks.jsonl", "iter1/signals.jsonl":
         one, two = ((tmp_path / out / name).read_text() for out in "12")
         assert one == two != ""
@@ -755,14 +642,12 @@ def test_two_sharded_processes_evolve_like_one(run, small_model, tmp_path):
 def test_a_copy_of_a_live_model_answers_as_it_does(run):
     r = run(None)
     model = r.load(r.base)
-    assert r.replica(model) is model and not model.training
+    assert r.replica(model) is model
     r.machine.bf16 = True
     copied, read_again = r.replica(model), r.replica(r.base)
     ids = torch.tensor([r.encoder.start([dict(role="user", content="say")])])
-    assert copied.dtype == torch.bfloat16
+    assert copied is not model and copied.dtype == torch.bfloat16
     assert torch.equal(copied(input_ids=ids).logits, read_again(input_ids=ids).logits)
-    assert not {p.data_ptr() for p in copied.parameters()} & {
-        p.data_ptr() for p in model.parameters()}
 
 
 # ------------------------------------------------------------------------------------ settings

@@ -177,21 +177,6 @@ def test_a_trial_finds_what_a_config_puts_wrong(family, more, ways, dtype, encod
     assert tuple(trial(model, encoder, LONGEST).values()) == ways
 
 
-@pytest.mark.parametrize("error, expected", [
-    (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError),
-    (OSError("Input/output error"), OSError),
-    (KeyError("past_key_values"), Refused), (RuntimeError("sizes differ"), Refused)])
-def test_a_trial_tells_a_models_faults_from_the_machines(error, expected, encoder, monkeypatch):
-    def failing(*_, **__):
-        raise error
-
-    model = tiny_model("llama", vocabulary=len(encoder.tokenizer))
-    monkeypatch.setattr(model, "forward", failing)
-    with pytest.raises(expected):
-        trial(model, encoder, LONGEST)
-
-
 def distributions(model, ids: list[int]) -> torch.Tensor:
     """log pi of every next token, (l - 1, V), by transformers alone: one text, no cache."""
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
