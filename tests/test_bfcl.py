@@ -387,6 +387,13 @@ def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
     assert "beyond 5000 paths" in step.observation and env.step("next").reward == 0
 
 
+def test_a_reply_is_idle_where_no_call_of_it_is_known():
+    env = make("bfcl", "short")
+    env.reset(FILES)
+    for reply, idle in ((block("ls"), False), (block("none") + block("ls"), False), (block("none"), True)):
+        assert env.step(reply).idle == idle, reply
+
+
 def test_precision_is_that_of_the_call_while_others_count_beside_it():
     calls = [dict(name="logarithm", arguments=dict(value=10, base=3, precision=n)) for n in range(5, 40)] * 20
     want = list(map(Simulators(MATHS).run, calls))

@@ -231,13 +231,17 @@ def test_one_setting_brings_their_numbers(prompts):
     assert parse("--temperature", "0.5")[0].temperature == 0.5
 
 
-def test_a_folder_without_prompts_is_named(tmp_path):
-    instruction, examples = "instructions/webshop_inst.txt", "icl_examples/webshop_icl.json"
-    for file, text in ((instruction, None), (examples, None), (examples, "{"), (examples, "[]"), (examples, '[[{"role": "user"}]]')):
-        for name in (instruction, examples):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(json.dumps([said(CHAT)]))
-        path = tmp_path / file
-        path.unlink() if text is None else path.write_text(text)
-        with pytest.raises(worlds.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
-            make("webshop", str(tmp_path))
+INSTRUCTION, EXAMPLES = "instructions/webshop_inst.txt", "icl_examples/webshop_icl.json"
+
+
+@pytest.mark.parametrize("file, text", [
+    (INSTRUCTION, None), (EXAMPLES, None),
+    *((EXAMPLES, text) for text in ("{", "[]", '[[{"role": "user"}]]', '[[{"role": "user", "content": 5}]]'))])
+def test_a_folder_without_prompts_is_named(tmp_path, file, text):
+    for name in (INSTRUCTION, EXAMPLES):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps([said(CHAT)]))
+    path = tmp_path / file
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(worlds.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
+        make("webshop", str(tmp_path))

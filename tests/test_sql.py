@@ -273,6 +273,26 @@ def test_a_text_that_holds_a_query_is_known():
         assert generator.tells(text, solution), text
 
 
+def test_questions_are_one_where_their_queries_find_the_same_in_any_rows():
+    env = make("intercodesql")
+    generator = env.task_generator()
+    db = env.find(env.tasks("train")[0])["db"]
+    table, rows = env.world.tables[db][1], env.database(db)
+    number, name = table.numbers[0].name, table.label.name
+    most = f"SELECT MAX({number}) FROM {table.name}"
+    value = rows.ask(most)[0][0]
+    rows.close()
+
+    def key(sql):
+        return generator.key(dict(db=db, gold=sql))
+
+    up = f"SELECT {name} FROM {table.name} ORDER BY {number}"
+    assert key(most) == key(f"{most} -- all".lower()) == key(f"SELECT {number} FROM {table.name} ORDER BY 1 DESC LIMIT 1")
+    halves = [f"SELECT {name} FROM {table.name} WHERE {number} {half} {value // 2}" for half in ("<", ">=")]
+    assert key(" UNION ALL ".join(halves)) == key(" UNION ALL ".join(halves[::-1]))  # no order was asked for
+    assert len({*map(key, (most, f"SELECT {value}", up, f"{up} DESC"))}) == 4
+
+
 def test_splits_share_no_database_and_unseen_shares_no_noun():
     world = questions.sql_world()
     assert {k: len(v) for k, v in world.questions.items()} == {
@@ -430,20 +450,17 @@ def test_iprs_records_are_read(tmp_path):
     assert env.find(published_task(env, "intercode_sql_3")) == dict(query="q", gold="SELECT 1", db="d")
 
 
-def test_data_that_cannot_be_read_is_refused(tmp_path):
-    for change, dump, told in (
-            ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"),
-            ({"db": ["d"]}, "", r'\["d"\] is no text'),
-            ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
-             "sqlite cannot read database d .*--mysql-url$")):
-        record = dict(query="q", gold="SELECT 1", db="d") | change
-        (tmp_path / "ic_spider_dev.json").write_text(json.dumps([record]))
-        (tmp_path / "ic_spider_dbs.sql").write_text(dump)
-        spider.spider_world.cache_clear()
-        with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
-            env = InterCodeSQL(intercode_data=str(tmp_path))
-            env.reset(next(task for split in env.splits for task in env.tasks(split)))
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize("change, dump, told", [
+    ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"), ({"db": ["d"]}, "", r'\["d"\] is no text'),
+    ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
+     "sqlite cannot read database d .*--mysql-url$")])
+def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
+    (tmp_path / "ic_spider_dev.json").write_text(json.dumps([dict(query="q", gold="SELECT 1", db="d") | change]))
+    (tmp_path / "ic_spider_dbs.sql").write_text(dump)
+    with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
+        env = InterCodeSQL(intercode_data=str(tmp_path))
+        env.reset(next(task for split in env.splits for task in env.tasks(split)))
+    assert "\n" not in str(error.value)
 
 
 ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}"

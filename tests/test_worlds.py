@@ -89,9 +89,10 @@ def test_an_action_is_found_in_every_form_of_reply(action, replies):
 def test_an_expert_that_ends_before_the_episode_has_failed():
     """And one that has not succeeded where the episode ends; what comes after its end is not said."""
     env = Echo()
+    env.step = lambda reply: worlds.Step("again", 1.0 if reply == env.word else 0.5 * (reply == "half"), reply == env.word)
     for replies, said, earned in (
             (["red", "red", "blue"], ["red", "again", "red"], 0.0), (["pink", "blue"], ["pink", "again", "blue"], 1.0),
-            (["blue", "red"], ["blue"], 1.0), (["pink"], ["pink", "again"], 0.0), ([], [], 0.0)):
+            (["blue", "red"], ["blue"], 1.0), (["half"], ["half", "again"], 0.0), ([], [], 0.0)):
         messages, reward = worlds.converse(env, env.reset("echo-train-1"), worlds.saying(replies))
         assert (reward, [turn["content"] for turn in messages]) == (earned, ["say blue", *said])
 
@@ -160,10 +161,11 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_with_an_expert_is_said_with_its_place(tmp_path):
+@pytest.mark.parametrize("says", WRONG)
+def test_what_is_wrong_with_an_expert_is_said_with_its_place(tmp_path, says):
     """It is the second of a list, or of lines."""
     file = tmp_path / "experts"
-    for says, entry, name in [(says, *wrong) for says, found in WRONG.items() for wrong in found]:
+    for entry, name in WRONG[says]:
         if "conversations" in entry:
             place = "entry 1"
             file.write_text(json.dumps([listed(), entry]))

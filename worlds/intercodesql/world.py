@@ -68,18 +68,19 @@ class InterCodeSQL(World):
         self.makes_tasks = bool(self.world.tables)  # of the databases that are generated
         self._db = None
 
-    def start(self, question: dict) -> str:
+    def start(self, question: dict, script: str | None = None) -> str:
+        """Also on a question of no split, over the database that `script` makes."""
         self.close()
-        self._db = self.database(question["db"])
+        self._db = self.database(question["db"], script)
         self._question = question
         self.last_answer = None  # what `submit` hands in
         return question["query"]
 
-    def database(self, name: str) -> MySQL | Sqlite:
+    def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
         """One of the databases, opened anew."""
         if self.mysql_url:
             return MySQL(name, self.mysql_url)
-        return Sqlite(name, self.world.databases[name])
+        return Sqlite(name, script or self.world.databases[name])
 
     def step(self, reply: str) -> Step:
         sql = self.action(reply)
