@@ -96,7 +96,7 @@ TOWNS = "[(1, 'Avon', 30), (2, 'Brill', 20), (3, 'Crewe', 10)]"
 def small():
     """start(gold) -> an environment over the two small tables of SCRIPT."""
     env = make("intercodesql")
-    env.database = lambda name: databases.Sqlite(name, SCRIPT)
+    env.database = lambda name, script=None: databases.Sqlite(name, SCRIPT)
 
     def start(gold="SELECT site FROM town"):
         env.start(dict(query="which towns?", gold=gold, db="d"))
@@ -201,7 +201,7 @@ def test_whatever_a_model_writes_has_rows_or_an_error_text(farm):
 
 def test_the_short_view_shows_two_digits_and_names_alone():
     with closing(make("intercodesql", "short")) as env:
-        env.database = lambda name: databases.Sqlite(name, LISTED)
+        env.database = lambda name, script=None: databases.Sqlite(name, LISTED)
         env.start(dict(query="q", gold="SELECT COUNT(*), AVG(years) FROM writer", db="d"))
         assert env.step("DESC writer").observation == "name | country | years | id"
         # As the small model's tokenizer writes it.
