@@ -410,7 +410,7 @@ def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
             ({"code": ["a b", DONE]}, "no Python"),
             ({"text": "Do the things that I need."}, "asks for nothing"), ({"text": "Complete my task, please!"}, "nothing")]:
         assert named in generator.refusal({**new, **wrong})
-    same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['t = "Milk"', "apis.notes.create_note(title=t)", DONE]]
+    same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['x = "Milk"', "apis.notes.create_note(title=x)", DONE]]
     one, other = (generator.key({**new, "code": code}) for code in same)
     assert one == other != generator.key(new) and len({generator.key({**new, "code": [a, DONE]}) for a in (
         "len('a')", "int('a')", "a = b", "a = a")}) == 4

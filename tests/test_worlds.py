@@ -140,7 +140,10 @@ WRONG = {
     "it has 'NAME', which nothing here reads; take it out": [
         (maker(**{name: None}), name) for maker in (row, listed) for name in ("system", "tools", "weight")],
     "turn [14]: it has 'NAME', which nothing here reads": [
-        (maker(3, **{name: 0}), name) for maker in (turn, heard) for name in ("tool_calls", "loss")],
+        (maker(3, **{name: 0}), name) for maker in (turn, heard) for name in ("tool_calls", "weight")],
+    "turn 4: its 'loss' is NAME, but all replies are trained on": [
+        (heard(3, loss=False), "false"), (heard(3, loss=0), "0"), (heard(3, loss=0.5), "0.5")],
+    "turn 3: its 'loss' is true": [(heard(2, loss=True), "")],
     "turn [1-4]: its '(role|from)' is 'NAME', and only user, assistant, human, gpt are read": [
         (turn(2, role="tool"), "tool"), (heard(0, **{"from": "system"}), "system")],
     "turn [1-4]: (null|.\"a\".) is no text": [
@@ -156,6 +159,7 @@ WRONG = {
     "reward NAME is not in .0, 1.": [
         (maker(reward=reward), repr(reward)) for maker in (row, listed) for reward in (2, -0.1, None, True, "1", math.nan)],
     "id 'NAME' has no number of a task": [(listed(id="echo"), "echo")],
+    "id 'NAME' is below 0": [(listed(id="echo_-1"), "echo_-1")],
     "unknown task": [(row(task="echo-train-7"), ""), (row(task="sql-train-0"), ""), (listed(id="echo_7"), "")],
     ".*; it must be ETO's JSON list": [(row(messages="x"), ""), (row(task=7), ""), (listed(conversations=3), "")],
 }
@@ -197,6 +201,16 @@ def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp
     found = [*expert_files.experts(env, str(file), 0, dropped)]
     assert found == [("echo-train-0", row()["messages"], 1.0)]
     assert dropped == {"too long": 2} and [*expert_files.experts(env, str(file), 0)] == found
+
+
+def test_a_published_turn_may_say_that_it_is_trained_on(tmp_path):
+    """As in AgentLM's form of the lists: loss is null, true, or false of the OK."""
+    entry = listed()
+    for said, loss in zip(entry["conversations"], (None, False, None, True)):
+        said["loss"] = loss
+    (tmp_path / "f").write_text(json.dumps([entry]))
+    assert expert_files.read_experts(str(tmp_path / "f"), Echo()) == [(
+        "echo-train-0", [dict(role="user", content="say red"), dict(role="assistant", content="Action: red")], 1.0)]
 
 
 def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):

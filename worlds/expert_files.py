@@ -126,19 +126,20 @@ def check_fields(row: dict, needed: tuple[str, ...], more: tuple[str, ...] = ())
             raise ValueError(f"it has {name!r}, which nothing here reads; take it out")
 
 
-def read_turns(turns: list[dict], who: str, text: str, roles=ROLES) -> list[dict]:
+def read_turns(turns: list[dict], who: str, text: str, *more: str, roles=ROLES) -> list[dict]:
     """The messages of a conversation; ValueError where a turn is of another form.
 
     Args:
         turns: Its turns.
         who: The field that says who speaks.
         text: The field that has what is said.
+        more: Fields that may be there beside.
         roles: who may speak -> how a chat template calls them.
     """
     messages = []
     for n, turn in enumerate(turns, 1):
         try:
-            check_fields(turn, (who, text))
+            check_fields(turn, (who, text), more)
             if turn[who] not in roles:
                 raise ValueError(f"its {who!r} is {turn[who]!r}, and only {', '.join(roles)} are "
                                  "read")
@@ -168,9 +169,16 @@ def published(entry: dict, env: World) -> tuple[str, list[dict], float]:
     """Task, messages and reward (1 where it is not known) of an entry of ETO's or IPR's list. It
     opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
     check_fields(entry, ("id", "conversations"), ("reward", "source"))
-    messages = read_turns(entry["conversations"], "from", "value")
+    messages = read_turns(entry["conversations"], "from", "value", "loss")
     has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
     opening = 2 if has_rules else 0
+    for n, turn in enumerate(messages):
+        loss = entry["conversations"][n].get("loss")
+        trained = n >= opening and turn["role"] == "assistant"
+        if loss not in (None, trained):
+            raise ValueError(f"turn {n + 1}: its 'loss' is {json.dumps(loss)}, but all replies are "
+                             "trained on, and nothing else")
+
     if len(messages) <= opening:
         raise ValueError("there is no reply in it")
     first, *rest = messages[opening:]
@@ -187,10 +195,12 @@ def published(entry: dict, env: World) -> tuple[str, list[dict], float]:
 
 def published_task(env: World, name: str) -> str:
     """The training task that an id ends in: its number, or those of its type and variation."""
+    form = "ETO's are as webshop_17 or sciworld_0_12"
+    if re.search(r"(^|[\W_])-\d", name):
+        raise ValueError(f"id {name!r} is below 0; {form}")
     numbers = [int(number) for number in re.findall("[0-9]+", name)]
     if len(numbers) < 1 + bool(env.published_types):
-        raise ValueError(f"id {name!r} has no number of a task; ETO's are as webshop_17 or "
-                         "sciworld_0_12")
+        raise ValueError(f"id {name!r} has no number of a task; {form}")
     if env.published_types:
         return f"{env.name}-train-{env.published_types[numbers[-2]]}-{numbers[-1]}"
     return f"{env.name}-train-{numbers[-1]}"

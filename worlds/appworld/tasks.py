@@ -3,6 +3,7 @@ what was done up to somewhere. What it asks for is an explorer model's words, or
 spells the calls out and is easier than what people ask."""
 
 import ast
+import builtins
 import itertools
 import json
 import random
@@ -66,8 +67,11 @@ class TaskGenerator:
         return self._proposal(self.env.find(task)["start"], proposal["query"], parts)
 
     def key(self, task: dict) -> str:
-        """What makes two tasks one: the start state and the code, but for how it is written."""
-        tree = tree_of("\n".join(task.get("code", ())))
+        """What makes two tasks one: the start state and the code, however it is written."""
+        tree, names = tree_of("\n".join(task.get("code", ()))), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id != "apis" and not hasattr(builtins, node.id):
+                node.id = names.setdefault(node.id, f"name{len(names)}")
         return f"{task['start']} {ast.unparse(tree)}"
 
     def tells(self, text: str, solution: list[str]) -> bool:
