@@ -208,8 +208,8 @@ class Pages(World):
 
 
 def rollout(run: Run, quick: bool) -> None:
-    """Greedy episodes; by `generate` one at a time the first few alone."""
-    many, few, repeats = (4, 1, 1) if quick else (64, 8, 3)
+    """Greedy episodes; by `generate` the first few alone."""
+    many, few, repeats = (4, 1, 1) if quick else (192, 12, 3)
     encoder = run.encoder
     model = make_model()
     with torch.no_grad():  # so that replies end after some 20 tokens
@@ -226,7 +226,7 @@ def rollout(run: Run, quick: bool) -> None:
         return episodes
 
     works = {"ours": partial(play, "kept", many, slots),
-             "generate, side by side": partial(play, "side by side", many, slots),
+             "generate, side by side": partial(play, "side by side", 4 * few, slots),
              "generate, one at a time": partial(play, "alone", few, 1)}
     found = {name: [t.ids for t in work()] for name, work in works.items()}
     for name, episodes in found.items():
