@@ -262,10 +262,6 @@ def without_rules(message: dict, env: World) -> dict:
 # ------------------------------------------------------------------------------------ settings
 
 
-def no_agents(s) -> int:
-    return 0
-
-
 def is_endpoint(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
@@ -295,9 +291,9 @@ class Chat(Stated):
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
           "max_new_tokens", "slots", "temperature", "rollouts", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"), no_agents,
+    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"), lambda s: 0,
                        "nothing is trained: the model, or an agent's folder, plays as it is"),
     "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
-                   no_agents,
+                   lambda s: 0,
                    "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
 }
