@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from weakref import proxy
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ STEP = 16  # columns are seen in multiples of it, since kernels like round sizes
 class Row:
     """An episode: its reply, whose random numbers it is known by, and what has been read of it."""
     reply: Reply
-    held: Ids  # the tokens whose keys and values are in the cache
+    place: int  # in the cache
+    held: Ids   # the tokens whose keys and values are there
 
 
 class Kept:
@@ -55,8 +57,16 @@ class Kept:
         self.max_new_tokens = max_new_tokens
         self.tokens = tokens
         self.shape = (slots, rounded(max_tokens + 1))  # (R, columns); the last one takes padding
-        self.rows = []                                 # in use, from the cache's first one on
-        self.cache = Cache(layer_class_to_replicate=partial(Layer, self))
+        self.rows = []                                 # in use
+        # On a GPU rows attend together, and stand at the front of the cache. On a CPU each does by
+        # itself, wherever it stands, and to no more columns than it has, once a first pass has
+        # shown that the model's code hands its attention what it needs for that.
+        grouped = model.config._attn_implementation == "grouped"
+        self.speaks = grouped and model.device.type == "cpu"
+        self.is_heard = False
+        self.by_row = False
+        # A reference that does not count, else the cache would outlive whoever uses it.
+        self.cache = Cache(layer_class_to_replicate=partial(Layer, proxy(self)))
         self.windows = windows_of(model.config)
 
     @torch.inference_mode()
@@ -65,7 +75,9 @@ class Kept:
         told = {rng: t.ids for t, rng in asked}
         del self.rows[self.to_front(lambda row: row.reply.rng in told):]
         known = {row.reply.rng for row in self.rows}
-        self.rows += [Row(Reply(rng), []) for rng in told if rng not in known]
+        free = sorted({*range(self.shape[0])} - {row.place for row in self.rows})
+        come = [rng for rng in told if rng not in known]
+        self.rows += [Row(Reply(rng), place, []) for rng, place in zip(come, free)]
 
         # All that is new is read: observations, and of what the model wrote the last token.
         new = []
@@ -78,8 +90,8 @@ class Kept:
 
         # Then a token at a time. Rows that are over stand behind the others, and cost nothing.
         while count := self.to_front(lambda row: not row.reply.over):
-            last = [row.reply.ids[-1:] for row in self.rows[:count]]
-            self.write(self.run([*range(count)], last))
+            rows = self.rows[:count]
+            self.write(self.run(rows, [row.reply.ids[-1:] for row in rows]))
         replies = {row.reply.rng: row.reply for row in self.rows}
         return [(replies[rng].ids, replies[rng].log_probs) for rng in told]
 
@@ -88,15 +100,17 @@ class Kept:
         count = sum(map(wanted, self.rows))
         leave = [n for n, row in enumerate(self.rows[:count]) if not wanted(row)]
         come = [n for n, row in enumerate(self.rows[count:], count) if wanted(row)]
-        if leave:
+        for a, b in zip(leave, come):
+            self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
+        if leave and not self.by_row:
             width = max(len(row.held) for row in self.rows)
             to = self.tensor(leave + come)
             of = self.tensor(come + leave)
             for layer in self.cache.layers:
                 for kept in layer.keys[:, :, :width], layer.values[:, :, :width]:
                     kept.index_copy_(0, to, kept.index_select(0, of))
-            for a, b in zip(leave, come):
-                self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
+            for place, row in enumerate(self.rows):
+                row.place = place
         return count
 
     def read(self, new: list[Ids]) -> Tensor:
@@ -106,9 +120,9 @@ class Kept:
             waiting = [n for n, ids in enumerate(new) if len(ids) > first]
             chunks = [new[n][first:first + CHUNK] for n in waiting]
             for one in fill_passes([len(chunk) for chunk in chunks], self.tokens):
-                places = [waiting[n] for n in one]
-                for place, row in zip(places, self.run(places, [chunks[n] for n in one])):
-                    logits[place] = row
+                rows = [self.rows[waiting[n]] for n in one]
+                for n, row in zip(one, self.run(rows, [chunks[n] for n in one])):
+                    logits[waiting[n]] = row
         return torch.stack(logits)
 
     def write(self, logits: Tensor) -> None:
@@ -120,25 +134,28 @@ class Kept:
             full = len(row.held) + 1 >= self.max_tokens or written == self.max_new_tokens
             row.reply.over = row.reply.over or full
 
-    def run(self, places: list[int], new: list[Ids]) -> Tensor:
-        """Runs the new tokens of the rows at these places; the logits after them, (B, V)."""
+    def run(self, rows: list[Row], new: list[Ids]) -> Tensor:
+        """Runs the new tokens of some rows; the logits after them, (B, V)."""
         n = max(map(len, new))
         ids, columns = [], []
-        for place, more in zip(places, new):
-            row = self.rows[place]
+        for row, more in zip(rows, new):
             padding = n - len(more)  # in front of the tokens; it goes to the last column
             ids.append([0] * padding + more)
             columns.append([-1] * padding + [*range(len(row.held), len(row.held) + len(more))])
             row.held = row.held + more
+        places = [row.place for row in rows]
         self.are_first = places == [*range(len(places))]
-        self.width = rounded(max(len(self.rows[place].held) for place in places))      # C
+        self.width = rounded(max(len(row.held) for row in rows))                       # C
         self.places = self.tensor(places)                                              # (B,)
         self.columns = self.tensor(columns)                                            # (B, n)
         positions = self.columns.clamp(min=0)                                          # (B, n)
+        self.running = rows
+        self.by_row = self.is_heard
+        told = dict(kept=self) if self.speaks else {}
         return self.model(
             input_ids=self.tensor(ids), position_ids=positions,
             attention_mask=self.masks(positions), past_key_values=self.cache, use_cache=True,
-            logits_to_keep=1).logits[:, -1]
+            logits_to_keep=1, **told).logits[:, -1]
 
     def masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """What is added to the scores of tokens at these positions, (B, 1, n, C): nothing where
@@ -178,6 +195,8 @@ class Layer(CacheLayerMixin):
         at = self.at
         self.keys[at.places[:, None], :, at.columns] = key.transpose(1, 2)
         self.values[at.places[:, None], :, at.columns] = value.transpose(1, 2)
+        if at.by_row:
+            return self.keys, self.values
         keys = self.keys[:, :, :at.width]
         values = self.values[:, :, :at.width]
         if at.are_first:
@@ -194,10 +213,21 @@ class Layer(CacheLayerMixin):
         return self.at.shape[1]
 
 
-def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
+def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, kept=None, **options):
     """Attention of transformers, but for one new token of each row: there the G queries of a head
-    of keys stand side by side, (B, H / G, G, d), so that no key is read or copied G times."""
+    of keys stand side by side, (B, H / G, G, d), so that no key is read or copied G times. kept:
+    the `Kept` that runs the model, on a CPU."""
     mask = attention_mask
+    if kept:
+        kept.is_heard = True
+        if kept.by_row:
+            rows = []
+            for n, row in enumerate(kept.running):
+                at = slice(row.place, row.place + 1), slice(None), slice(len(row.held))
+                out, _ = attend(module, query[n:n + 1], key[at], value[at],
+                                mask[n:n + 1, :, :, at[2]], **options)                # (1, n, H, d)
+                rows.append(out)
+            return torch.cat(rows), None
     if query.shape[2] > 1 or mask is None or mask.shape[1] > 1:
         sdpa = AttentionInterface._global_mapping["sdpa"]
         return sdpa(module, query, key, value, mask, **options)

@@ -26,14 +26,15 @@ from transformers.utils.logging import disable_progress_bar
 import coevolve
 import dpo
 from dpo import Group, Pair, Trajectory
-from engine import playing, trial
+from engine import playing
 from engine.passes import log_probs_in_passes
 from engine.run import Run
-from engine.sampling import Draw
 from lab.pretrain.pretrain import make_tokenizer
 from worlds import Step, World, environment
 
 BETA = 0.1
+TOKENS = 1280  # of an episode, at most
+REPLY = 30     # and of a reply
 WORDS = 1748  # of the tokenizer's 2,048 tokens
 # 2.16 M parameters.
 MODEL = Qwen3Config(
@@ -207,30 +208,42 @@ class Pages(World):
         return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
 
 
+def by_generate(model, encoder):
+    """What answers one conversation: transformers reads all of it again, and writes."""
+    end = encoder.end_of_turn
+    never = list(encoder.sampler().never)
+
+    def answer(asked):
+        (t, _), = asked
+        ids = model.generate(
+            torch.tensor([t.ids]), attention_mask=torch.ones(1, len(t.ids)).long(),
+            do_sample=False, max_new_tokens=REPLY, eos_token_id=end, pad_token_id=end,
+            suppress_tokens=never)
+        return [(ids[0, len(t.ids):].tolist(), [])]
+
+    return answer
+
+
 def rollout(run: Run, quick: bool) -> None:
-    """Greedy episodes; by `generate` the first few alone."""
+    """Greedy episodes; by `generate` of transformers the first few, one at a time."""
     many, few, repeats = (4, 1, 1) if quick else (192, 12, 3)
     encoder = run.encoder
     model = make_model()
     with torch.no_grad():  # so that replies end after some 20 tokens
         model.lm_head.weight[list(encoder.sampler().never)] = 0  # the best is above 0
         model.lm_head.weight[encoder.end_of_turn] *= 1.9
+    other = deepcopy(model)
     slots = min(many, run.slots(model))
 
-    def play(way: str, count: int, slots: int) -> list[Trajectory]:
+    def play(count: int, slots: int, begin) -> list[Trajectory]:
         episodes = [Trajectory(str(task)) for task in range(count)]
-        model.set_attn_implementation("sdpa")  # which "kept" replaces
-        draw = Draw(encoder.sampler(0.0), encoder, ())
-        answer = trial.answer_of(way, model, draw, slots, 1280, 30, 1024)
-        playing.play(Pages, encoder, episodes, answer, slots, 1280)
+        playing.play(Pages, encoder, episodes, begin(), slots, TOKENS)
         return episodes
 
-    works = {"ours": partial(play, "kept", many, slots),
-             "generate, side by side": partial(play, "side by side", 4 * few, slots),
-             "generate, one at a time": partial(play, "alone", few, 1)}
+    works = {"ours": partial(play, many, slots, partial(run.answer, model, 0.0, slots)),
+             "generate": partial(play, few, 1, partial(by_generate, other, encoder))}
     found = {name: [t.ids for t in work()] for name, work in works.items()}
-    for name, episodes in found.items():
-        check(f"tokens of ours and {name}", episodes == found["ours"][:len(episodes)])
+    check("tokens of ours and generate", found["ours"][:few] == found["generate"])
     compare("rollout", "tokens/s", repeats,
             {name: (work, sum(map(len, found[name]))) for name, work in works.items()})
 
@@ -248,7 +261,7 @@ def main() -> None:
         make_model().save_pretrained(folder)
         make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))]).save_pretrained(folder)
         settings = coevolve.Settings(model=str(folder), out=str(Path(name, "run")),
-                                     max_tokens=1280, max_new_tokens=30)
+                                     max_tokens=TOKENS, max_new_tokens=REPLY)
         run = Run(settings, environment("webshop")())
         train(run, quick)
         rollout(run, quick)
