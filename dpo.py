@@ -406,6 +406,10 @@ def train(
         FloatingPointError: Loss or gradient is not finite; the weights are as before the step.
     """
     check_trainable(model, steps)
+    for module in model.modules():
+        # A token that pads may end turns, too; torch would give its embedding no gradient.
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
         # The gradient of the batch's loss, part by part.
         total = 0.0

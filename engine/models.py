@@ -178,10 +178,6 @@ def layers_of_their_own(model) -> list[torch.nn.Module]:
 def prepare(model, recompute: bool):
     """Makes a model ready to train: without dropout, with which the first DPO loss is not ln 2.
     recompute: layers run again in the backward pass, which saves memory (checkpointing)."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            # The token that pads may end turns, too, and would get no gradient where it is read.
-            module.padding_idx = None
     if recompute:
         for layer in layers(model):
             layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward,

@@ -198,8 +198,10 @@ def test_a_batch_cut_in_parts_gives_the_whole_batchs_step(tokens):
 @pytest.mark.parametrize("most, decay", [(1e9, 0.1), (0.01, 0.0)])
 def test_steps_are_adamw_on_the_mean_gradient(most, decay):
     """Of two steps the second remembers the first's gradient as it was clipped. The rate is that of
-    all groups of parameters, whatever it was before."""
+    all groups of parameters, whatever it was before. A token that pads is learned where it is read,
+    since it may end turns, too."""
     model = make_model(VOCABULARY, seed=3).eval()
+    model.get_input_embeddings().padding_idx = random_trajectories(9)[0].ids[3]
     first, *others = model.parameters()
     optimizer = torch.optim.AdamW([dict(params=[first], lr=9.0), dict(params=others)],
                                   weight_decay=decay)

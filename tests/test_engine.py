@@ -67,20 +67,6 @@ def test_a_saved_agent_ends_as_its_base_and_as_its_turns_do(
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60).tolist() == [[5, 6, 7, END]]
 
 
-def test_a_token_that_pads_and_ends_turns_is_learned_where_it_is_read(base_with, tmp_path):
-    """torch gives the row of an embedding's padding no gradient; an agent's config names one."""
-    agent = tmp_path / "agent"
-    models.save(SimpleNamespace(is_main_process=True), models.read_model(base_with({})),
-                Encoder(make_tokenizer("llama2")), agent)
-    end = json.loads((agent / "config.json").read_text())["pad_token_id"]
-    plain = transformers.AutoModelForCausalLM.from_pretrained(agent, pad_token_id=None)
-    gradients = []
-    for model in models.prepare(models.read_model(agent), recompute=False), plain:
-        plain_log_probs(model, [5, end, 6, end, 7], [0, 0, 1, 0, 1]).sum().backward()
-        gradients.append(model.get_input_embeddings().weight.grad[end])
-    assert gradients[0].norm() > 0.01 and torch.equal(*gradients)
-
-
 # ----------------------------------------------------------------------------------------- draws
 
 
