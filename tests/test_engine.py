@@ -1,5 +1,6 @@
 """What the method runs on: models, draws, replies, passes that share, and the trial of all these."""
 
+import itertools
 import json
 import math
 import random
@@ -186,9 +187,13 @@ def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
     read = []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, given: read.append(given[0].numel()))
-    for order in (list, reversed):
+    # On a GPU rows attend together, on a CPU each by itself.
+    for order, by_row in itertools.product((list, reversed), (False, True)):
         read.clear()
-        found = conversations(Kept(model, draw, 8, 200, 9, tokens), lambda asked: [*order(asked)])
+        answer = Kept(model, draw, 8, 200, 9, tokens)
+        answer.speaks = answer.speaks and by_row
+        found = conversations(answer, lambda asked: [*order(asked)])
+        assert answer.by_row == by_row
         for seed, t in found.items():
             assert t.ids == expected[seed].ids
             assert t.log_probs == pytest.approx(expected[seed].log_probs, abs=1e-4)
