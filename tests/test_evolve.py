@@ -4,13 +4,12 @@ import math
 import os
 import random
 import re
-import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ended, fork, fork_ranks, kills_until_it_ends, plain_log_probs
+from conftest import ended, fork_ranks, kills_until_it_ends, plain_log_probs
 
 import evolve
 from common.files import read_json, read_jsonl, write_jsonl
@@ -591,12 +590,10 @@ def test_steps_teach_a_policy_what_pays(run):
 def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_files(run, tmp_path):
     """By SIGKILL, again and again: moments, passes and tasks go on from files."""
     how = dict(grpo_steps=3, evolve_every=1, start_from="explore")
-    started = time.monotonic()
     whole = files_of(run(out="whole", **how).folder)
-    lasts = time.monotonic() - started
-    said = tmp_path / "said"
-    assert kills_until_it_ends(lambda: fork(lambda: run(out="killed", **how), said), said, lasts)
-    assert files_of(tmp_path / "killed") == whole
+    killed = tmp_path / "killed"
+    assert kills_until_it_ends(lambda: run(out="killed", **how), killed, tmp_path / "said")
+    assert files_of(killed) == whole
 
 
 def test_where_a_segment_ends_makes_no_difference_to_grpo(run):

@@ -116,8 +116,8 @@ def test_the_top_level_shows_the_method():
         pytest.skip("not a git checkout")
     names = {name.split("/")[0] for name in tracked.stdout.split()}
     assert names <= {"coevolve.py", "dpo.py", "envs.py", "evolve.py", "run.sh", "requirements.txt",
-                     "README.md", "LICENSE", ".gitignore", ".ci", "common", "engine", "worlds",
-                     "tiny", "lab", "tests", "docs"}
+                     "README.md", "LICENSE", ".gitignore", ".pytest.ini", ".ci", "common", "engine",
+                     "worlds", "tiny", "lab", "tests", "docs"}
 
 
 # One process, since importing takes longer than a run: `python coevolve.py FLAGS`, several times.

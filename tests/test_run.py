@@ -21,7 +21,7 @@ from engine import fork as fork_of_run
 from engine.chat import Encoder
 from worlds import EnvError, environment
 
-KILLS = int(os.environ.get("KILLS", 3))
+KILLED_RUNS = int(os.environ.get("KILLED_RUNS", 1))
 FF = "failure>failure"
 SFT = ("--method", "sft", "--eval-tasks", 1)  # the shortest run
 
@@ -290,7 +290,7 @@ def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
         held.close()
 
     holder = fork(hold, tmp_path / "said")
-    wait_until((tmp_path / "held").exists)
+    wait_until((tmp_path / "held").exists, "the other process to hold the lock")
     line = refusal(again)
     os.kill(holder, signal.SIGKILL)
     assert ended(holder) == -signal.SIGKILL
@@ -322,36 +322,34 @@ def test_a_disk_without_room_for_the_agents_is_refused_before_anything_is_made(
 # ----------------------------------------------------------------------------------- how it ends
 
 
+def in_toy(*flags) -> None:
+    """Does a run in the toy as `python coevolve.py` does it, in a process of its own."""
+    run.make = lambda *_, **__: Toy()
+    command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
+                 "python coevolve.py")
+
+
 def process_of(said, *flags) -> int:
-    """The number of a process that does a run in the toy as `python coevolve.py` does it."""
-    def work():
-        run.make = lambda *_, **__: Toy()
-        command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
-                     "python coevolve.py")
-
+    """The number of a process that does a run in the toy."""
     said.unlink(missing_ok=True)
-    return fork(work, said)
+    return fork(lambda: in_toy(*flags), said)
 
 
+@pytest.mark.parametrize("seed", range(KILLED_RUNS))
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
-        toy, small_model, tmp_path):
-    """KILLS=n kills so many times."""
-    lasts = sum(row["seconds"] for row in read_json(toy[0] / "phases.json").values())
-    said = tmp_path / "said"
-    kills = folders = 0
-    while kills < KILLS:
-        out = tmp_path / str(folders)
-        kills += kills_until_it_ends(
-            lambda: process_of(said, "--model", small_model, "--out", out), said, lasts)
-        assert contents(out) == contents(toy[0])
-        folders += 1
+        seed, toy, small_model, tmp_path):
+    """KILLED_RUNS=n tries n runs, each killed at other moments."""
+    out = tmp_path / "run"
+    assert kills_until_it_ends(lambda: in_toy("--model", small_model, "--out", out), out,
+                               tmp_path / "said", seed)
+    assert contents(out) == contents(toy[0])
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_stopped_says_so_in_a_line(number, status, small_model, tmp_path):
     out, said = tmp_path / "run", tmp_path / "said"
     process = process_of(said, "--model", small_model, "--out", out, "--iterations", 99)
-    wait_until((out / "experts.jsonl").exists)
+    wait_until((out / "experts.jsonl").exists, "the run's first output")
     os.kill(process, number)
     assert ended(process) == status
     assert said.read_text().splitlines()[-1] == "stopped; the same command goes on from here"

@@ -526,7 +526,7 @@ def mariadb(tmp_path_factory, own):
     start()
     START[port] = start
     try:
-        wait_until(answers, 60)
+        wait_until(answers, "MariaDB to answer")
         dump = folder / "more.sql"  # world_1's name has a character that stands for any
         dump.write_text("CREATE DATABASE d;\nUSE `d`;\n" + SCRIPT.replace(";", ";\n") +
                         "CREATE DATABASE other;\nUSE `other`;\nCREATE TABLE secret (word text);\n"
@@ -609,7 +609,7 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
             assert_harmless(db.run, sql, time.monotonic, 20)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
-        wait_until(lambda: not root_query(mariadb, asked), 20)
+        wait_until(lambda: not root_query(mariadb, asked), f"this query to end: {sql[:80]}")
 
 
 def test_without_that_look_mariadb_still_refuses(mariadb):
@@ -647,7 +647,7 @@ def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
     server.ask("SET SESSION max_statement_time = 0")
     assert server.ask("SELECT SLEEP(60)") == databases.INTERRUPTED
     wait_until(lambda: not root_query(mariadb, "SELECT 1 FROM information_schema.processlist "
-                                      "WHERE info LIKE 'SELECT SLEEP%'"), 5)
+                                      "WHERE info LIKE 'SELECT SLEEP%'"), "SELECT SLEEP to end")
     assert server.run("SELECT 1") == [(1,)]
 
 

@@ -287,7 +287,8 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
 
     process = fork(work, said)
     # The cores of a machine do not change what a study of the tiny model finds.
-    wait_until(lambda: all(log.exists() and log.read_text() == "works 1\n" for log in logs))
+    wait_until(lambda: all(log.exists() and log.read_text() == "works 1\n" for log in logs),
+               "both runs to write to their logs")
     family = psutil.Process(process).children(recursive=True)
     os.kill(process, signal.SIGTERM)
     assert ended(process) == 143 and len(family) == 2
