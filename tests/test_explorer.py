@@ -179,7 +179,7 @@ def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
 def new_pairs(env, rng, n):
     """n times a training task and two questions of its database that nobody has asked yet."""
     generator, tasks = env.task_generator(), env.tasks("train")
-    while n:
+    for _ in range(100 * n):
         task = rng.choice(tasks)
         db = env.find(task)["db"]
         two = [questions.draw_question(rng, env.world.tables[db], 0.2, 0.3) for _ in range(2)]
@@ -187,8 +187,11 @@ def new_pairs(env, rng, n):
             if two[0]["query"] != two[1]["query"] and all(
                     questions.worth_asking(database.run, q["gold"])
                     and not generator.refusal(dict(q, db=db)) for q in two):
-                n -= 1
                 yield task, *two
+                n -= 1
+        if not n:
+            return
+    pytest.fail(f"{n} more pairs were wanted")
 
 
 def test_of_wrong_pairs_of_text_and_solution_none_join(env):

@@ -41,7 +41,7 @@ def machine(tmp_path):
         def run(*arguments, **env):
             return subprocess.run(
                 [shutil.which("bash"), str(repo / "run.sh"), *arguments], cwd=tmp_path, text=True,
-                capture_output=True, timeout=180,
+                capture_output=True,
                 env={"PATH": str(bin_), "HOME": str(tmp_path / "home"), **env})
 
         run.venv = repo / ".venv"
