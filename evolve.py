@@ -43,7 +43,7 @@ from torch.distributed.checkpoint import state_dict as states
 
 import coevolve
 import dpo
-from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft
+from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft, usable
 from common import settings as types
 from common.files import read_jsonl, seed_of
 from common.settings import Refused
@@ -370,7 +370,7 @@ def learn(
     s = run.settings
     # What filled the context is left out [ours]: fewer than K episodes are compared then.
     dropped = Counter()
-    played = [visit_of(episodes) for episodes in by_task(trajectories, dropped).values()]
+    played = [visit_of(episodes) for episodes in by_task(usable(trajectories, dropped)).values()]
     batches = teaching_batches(played, s.grpo_batch, rng_of(run, "grpo", row["step"]))
     visits = list(itertools.chain(*batches))  # those that teach
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 SHARES = {"success": "solved", "hard": "hard failures", "idle": "idle replies",
           "budget": "out of turns"}
 # What is recorded of a phase beside what it found.
-RECORDS = {"i", "seconds", "first_loss"}
+RECORDS = {"i", "first_rollout", "seconds", "first_loss"}
 
 
 def sentence(output: str, row: dict) -> str:

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 import dpo
-from coevolve import Common, by_task, evaluations, explore, given_experts, outcomes, train_sft
+from coevolve import (
+    Common,
+    by_task,
+    evaluations,
+    explore,
+    given_experts,
+    outcomes,
+    train_sft,
+    usable,
+)
 from common.files import seed_of
 from common.settings import Count, Method, Rate, Stated, Weight, Whole
 from dpo import Trajectory, action_count
@@ -79,7 +88,7 @@ def join_successes(run: Run, out: Path, experts: Path, played: list[Path]) -> di
     """Writes the experts and the sampled successes."""
     dropped = Counter()
     known = read(experts)
-    joined = join(known, by_task(read(*played), dropped), dropped, run.env)
+    joined = join(known, by_task(usable(read(*played), dropped)), dropped, run.env)
     write(run, out, joined)
     return dict(experts=len(known), successes=len(joined) - len(known), dropped=dropped)
 
@@ -164,7 +173,7 @@ def train_ppo(run: Run, out: Path, agent: Path, first: Path, played: Path, name:
     """
     s = run.settings
     dropped = Counter()
-    visits = with_advantages(by_task(read(played), dropped), dropped)
+    visits = with_advantages(by_task(usable(read(played), dropped)), dropped)
     if not visits:
         run.say(f"{run.name}: no two rollouts of a task to compare, since {dict(dropped)}; the "
                 "agent stays as it is")

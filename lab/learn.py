@@ -111,16 +111,19 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
     agents = [name for name in played if name != "expert" and read(played[name])]
     of_target = [played[name] for name in agents[:1]]
     of_rest = [file for file in played.values() if file not in of_target]
-    target = coevolve.by_task(read(*of_target), dropped)
-    rest = coevolve.by_task(read(*of_rest), dropped)
+    target = coevolve.by_task(read(*of_target))
+    rest = coevolve.by_task(read(*of_rest))
     pairs = []
     for expert in read(experts):
         own, more = target[expert.task], rest[expert.task]
         pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)
-        candidates = itertools.product(own, more)
+        candidates = list(itertools.product(own, more))
         if len(agents) < 2:
-            candidates = itertools.combinations(more + own, 2)
-        pairs += coevolve.ordered_failures(candidates, dropped)
+            candidates = list(itertools.combinations(more + own, 2))
+        for pair in coevolve.ordered_failures(candidates, dropped):
+            if s.failure_pair_weights == "rollouts":  # as in coevolve.d_tgt
+                pair.weight = 1.0 / len(candidates)
+            pairs.append(pair)
     write_pairs(run, out, pairs)
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
 
@@ -193,8 +196,8 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
 READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens", "sft_epochs",
          "sft_batch", "sft_lr", "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs",
          "dpo_steps", "dpo_batch", "dpo_lr", "dpo_warmup", "beta", "lambda_dpo",
-         "lambda_sft", "log_prob", "reference", "normalise", "expert_beaten",
-         "pair_weights", "cut_turns", "rejected_ends", MachineSettings)
+         "lambda_sft", "log_prob", "reference", "denominator", "expert_beaten",
+         "pair_weights", "failure_pair_weights", "cut_turns", "rejected_ends", MachineSettings)
 
 
 @dataclass(frozen=True)
