@@ -25,6 +25,19 @@ from engine.sampling import Draw, Reply, Sampler, replies
 # ---------------------------------------------------------------------------------------- models
 
 
+def test_the_shipped_model_is_small_and_copies_what_it_reads():
+    """Random tokens of the whole vocabulary are repeated; the loss is over the repetition but its first token."""
+    folder = models.MODELS["tiny"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 4_000_000
+    model = models.read_model(folder)
+    for length, count, limit in (6, 64, 0.5), (60, 16, 0.1):
+        generator = torch.Generator().manual_seed(length)
+        ids = torch.randint(model.config.vocab_size, (count, length), generator=generator).repeat(1, 2)
+        logits = model(input_ids=ids[:, :-1]).logits[:, length:]  # (count, length - 1, V)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, length + 1:].flatten())
+        assert loss < limit
+
+
 END, PAD = 1, 2  # <|im_end|> and <|pad|> of the small model's tokenizer
 PENALTIES = dict(repetition_penalty=5.0, no_repeat_ngram_size=1, suppress_tokens=[1, 2, 3])
 
