@@ -1,6 +1,5 @@
 """What the method runs on: models, draws, replies, passes that share, and the trial of all these."""
 
-import itertools
 import json
 import math
 import random
@@ -130,7 +129,7 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, sto
         assert len({len(new) for new, *_ in expected}) > 1
 
     draw = Draw(encoder.sampler(temperature), encoder, stops)
-    for way in "kept", "side by side", "alone", "without a cache":
+    for way in trial.REPLIES:
         asked = [(Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(prompts)]
         found = trial.answer_of(way, model, draw, 6, 200, 40, 60)(asked)
         for (new, logs), (_, rng), (ids, log_probs, number) in zip(
@@ -200,13 +199,10 @@ def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
     read = []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, given: read.append(given[0].numel()))
-    # On a GPU rows attend together, on a CPU each by itself.
-    for order, by_row in itertools.product((list, reversed), (False, True)):
+    for order in list, reversed:
         read.clear()
         answer = Kept(model, draw, 8, 200, 9, tokens)
-        answer.speaks = answer.speaks and by_row
         found = conversations(answer, lambda asked: [*order(asked)])
-        assert answer.by_row == by_row
         for seed, t in found.items():
             assert t.ids == expected[seed].ids
             assert t.log_probs == pytest.approx(expected[seed].log_probs, abs=1e-4)
@@ -277,7 +273,7 @@ BOTH = ["shared", "padded"]
 
 @pytest.mark.parametrize("family, answer, passes", [
     ("gpt2", "kept", BOTH), ("gpt_oss", "kept", ["padded"]), ("mamba", "side by side", ["padded"]),
-    ("minimax", "alone", ["padded"]), ("moshi", "without a cache", BOTH)])
+    ("minimax", "alone", ["padded"])])
 def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, words):
     """Also of a model in bf16, which is tried in fp32; it leaves the model's attention as it was."""
     model = family_model(family, words).to(torch.bfloat16)
@@ -285,6 +281,11 @@ def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, wor
     assert trial.trial(model, words, LONGEST) == dict(replies=answer, passes=passes)
     assert model.config._attn_implementation == attention
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_model_whose_cached_decoding_is_wrong_is_refused_by_name(words):
+    with pytest.raises(Refused, match="^MoshiForCausalLM cannot be used: its replies have other log-prob"):
+        trial.trial(family_model("moshi", words), words, LONGEST)
 
 
 def later_windows(real):

@@ -18,7 +18,6 @@ from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import parse
 from engine import command, models, run
 from engine import fork as fork_of_run
-from engine.chat import Encoder
 from worlds import EnvError, environment
 
 KILLS = int(os.environ.get("KILLS", 3))
@@ -308,15 +307,6 @@ def test_an_agent_of_the_run_that_is_damaged_has_its_own_remedy(again, tmp_path)
     assert again(lambda out: shutil.rmtree(agent)) == {"sft-target", "iter1/target.jsonl"}
 
 
-def test_a_disk_without_room_for_the_agents_is_refused_before_anything_is_made(
-        toy_run, small_model, tmp_path, monkeypatch):
-    size = (small_model / "model.safetensors").stat().st_size
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3.9 * size))
-    assert "MB more; give a folder on another disk" in refusal(toy_run)  # of four agents
-    assert not list((tmp_path / "run").glob("*.jsonl"))
-
-
 # ----------------------------------------------------------------------------------- how it ends
 
 
@@ -513,13 +503,6 @@ def test_no_agent_is_trained_on_what_it_is_evaluated_on(toy_run):
     assert tasks == {f"toy-train-{n}" for n in (0, 4, 5, 6, 7)}
     dropped = read_json(out / "phases.json")["experts.jsonl"]["dropped"]
     assert dropped == {"evaluated too": 3}
-
-
-def test_what_a_tokenizer_cannot_write_is_said(toy_run, monkeypatch, capsys):
-    monkeypatch.setattr(Encoder, "read_back", lambda self, text: text.replace("word", "w ord"))
-    toy_run(*SFT)
-    said = capsys.readouterr().out
-    assert "changes 16 replies of experts" in said and "'the word', becomes 'the w ord'" in said
 
 
 def test_an_agent_that_was_trained_on_evaluated_tasks_is_refused(toy, toy_run, tmp_path):
