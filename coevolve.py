@@ -675,23 +675,17 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
                  "all rollouts of a task would be the same; raise it")]
 
 
-def agents_of(s: Settings) -> int:
-    """How many agents the folder of a run has in the end, for which the disk needs room: each after
-    SFT and after each iteration."""
-    return len(AGENTS[s.method]) * (1 if s.method == "sft" else 1 + s.iterations)
-
-
 METHODS = {
     "coevolve": types.Method(
-        coevolve, (Common, Preferences, FailureAgent), agents_of,
+        coevolve, (Common, Preferences, FailureAgent),
         "a target learns from experts, and from a failure agent that learns too"),
     "eto": types.Method(
-        coevolve, (Common, Preferences), agents_of,
+        coevolve, (Common, Preferences),
         "the target alone, by DPO: experts over its failures (Song et al. 2024)"),
     "positive": types.Method(
-        coevolve, (Common, Preferences), agents_of,
+        coevolve, (Common, Preferences),
         "the control: a second agent as ETO's in place of the failure agent"),
-    "sft": types.Method(coevolve, (Common,), agents_of, "imitation of the experts alone"),
+    "sft": types.Method(coevolve, (Common,), "imitation of the experts alone"),
 }
 
 

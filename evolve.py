@@ -964,17 +964,11 @@ class Settings(Evolution, coevolve.Settings):
             grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12)}
 
 
-def agents_of(s: Settings) -> int:
-    """How many models the folder of a run has in the end: each agent with AdamW's two moments."""
-    return int(s.warm_start == "sft") + 3 * math.ceil(s.grpo_steps / s.evolve_every)
-
-
 METHODS = {
-    "evolve": types.Method(evolve, (Common, Evolution), agents_of,
+    "evolve": types.Method(evolve, (Common, Evolution),
                            "GRPO on tasks that grow out of the weaknesses of the agent",
                            beside=True),
-    "grpo": types.Method(evolve, (Common, NewTasks), agents_of, "GRPO on the start tasks alone",
-                         beside=True),
+    "grpo": types.Method(evolve, (Common, NewTasks), "GRPO on the start tasks alone", beside=True),
 }
 
 

@@ -13,8 +13,6 @@
 #   bash run.sh study ENV [...]        methods x seeds and one report; --help lists what it takes
 #   bash run.sh learn FILE.jsonl --model FOLDER_OR_HUB_NAME [settings]
 #                                      train on trajectories of your own (docs/library.md)
-#   bash run.sh bench [--quick]        what training and rollouts cost, beside other code
-#   bash run.sh first-gpu              eight minutes of checks and figures of one GPU
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
 # settings is relative to the folder you call this from.
@@ -111,7 +109,7 @@ install_appworld() {
         return 1; }
 }
 
-usage() { sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 command=${1:-}
 case $command in
@@ -129,7 +127,7 @@ done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
-commands="webshop scienceworld intercodesql bfcl appworld test page play compare study learn bench first-gpu"
+commands="webshop scienceworld intercodesql bfcl appworld test page play compare study learn"
 case " $commands " in *" $command "*) ;; *)
     nearest=$("$python" -c 'import difflib, sys
 print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$command" $commands)
@@ -186,11 +184,10 @@ on_all_gpus() {
 }
 
 case $command in
-    page | study | bench) program "lab.$command.$command" "$@" ;;
+    page | study) program "lab.$command.$command" "$@" ;;
     learn) on_all_gpus lab.learn "$@" ;;
     play) program lab.chat.play "$@" ;;
     compare) program lab.study.compare "$@" ;;
-    first-gpu) program lab.bench.first_gpu "$@" ;;
     test)
         cd "$here"
         unset PYTHONSAFEPATH

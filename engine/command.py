@@ -43,7 +43,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
     try:
         settings, options = parse(argv, settings_class, methods, environment, program)
         method = methods[settings.method]
-        run = run_class(settings, options, method.agents(settings), method.beside)
+        run = run_class(settings, options, method.beside)
         gc.freeze()  # else each freeing of memory walks all that was imported, 0.2 s
         method.loop(run)
         run.close()

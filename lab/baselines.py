@@ -257,11 +257,11 @@ class Baselines(Stated):
 
 
 METHODS = {
-    "rft": Method(rft, (Common, "temperature", "rollouts"), lambda s: 2,
+    "rft": Method(rft, (Common, "temperature", "rollouts"),
                   "SFT once more, with the agent's own successes"),
-    "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"), lambda s: 2,
+    "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"),
                    "RFT with more rollouts where successes are rare"),
     "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup",
                         "ppo_epochs", "ppo_batch", "ppo_lr", "ppo_clip", "ppo_kl"),
-                  lambda s: 1 + s.iterations, "PPO on the agent's own episodes"),
+                  "PPO on the agent's own episodes"),
 }

@@ -25,7 +25,7 @@ from common import files
 from common.settings import Free, Method, OldFile, Refused, names_in, parse
 from dpo import Trajectory, better
 from engine import command, fork, models
-from engine.experts import best_of_tasks, say_what_cannot_be_written
+from engine.experts import best_of_tasks
 from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
 from engine.run import Run
@@ -89,7 +89,6 @@ def best(run: Run, out: Path, file: Path) -> dict:
     if not experts:
         raise Refused(f"{file}: no expert is left: {dict(dropped)}; lower --expert-min-reward "
                       f"{least}, or raise --max-tokens {run.settings.max_tokens}")
-    say_what_cannot_be_written(run, list(experts.values()))
     write(run, out, list(experts.values()))
     return dict(experts=len(experts), dropped=+dropped)
 
@@ -219,7 +218,7 @@ class Settings(coevolve.Settings):
         return [(self.file is None, "FILE", "give the file of trajectories first")]
 
 
-METHODS = {"learn": Method(learn, READS, lambda s: 2, "SFT on the best trajectory of each task, "
+METHODS = {"learn": Method(learn, READS, "SFT on the best trajectory of each task, "
                            "then preferences between it and the others")}
 
 
@@ -234,7 +233,7 @@ def main(argv: list[str]) -> None:
     # What is wrong with the trajectories is said before a model is loaded.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)
-    run = Run(replace(s, out=str(out / "run")), options, agents=2, make_env=Recorded)
+    run = Run(replace(s, out=str(out / "run")), options, make_env=Recorded)
     run.trajectories = trajectories
     run.dropped = dropped
     learn(run)

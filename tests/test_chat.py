@@ -54,7 +54,7 @@ def start(tmp_path, monkeypatch):
         s, options = parsed("--out", tmp_path / "run", *argv)
         if s.method == "chat":
             monkeypatch.setitem(models.MODELS, s.model, models.MODELS["tiny"])
-        r = Run(s, options, METHODS[s.method].agents(s))
+        r = Run(s, options)
         METHODS[s.method][0](r)
         return r
 

@@ -188,8 +188,7 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     assert done.stdout == ("ran -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 "
                            "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
     assert "-m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
-    assert run("first-gpu").stdout == "ran -m lab.bench.first_gpu\n"
-    for command in "study", "compare", "page", "play", "bench":
+    for command in "study", "compare", "page", "play":
         module = {"compare": "study.compare", "play": "chat.play"}.get(command, f"{command}.{command}")
         assert run(command, "a").stdout == f"ran -m lab.{module} a\n"
         assert (ROOT / "lab" / f"{module.replace('.', '/')}.py").exists()

