@@ -8,13 +8,13 @@ from transformers import AutoTokenizer
 
 from engine import models
 from engine.chat import Encoder
+from environments.intercodesql.questions import HELD_OUT
+from environments.scienceworld import environment as science
+from environments.webshop import catalogue
+from envs import Environment, Step
 from lab.pretrain import pretrain
 from lab.pretrain.practice import Words, exchange, pattern, play
 from lab.pretrain.recipes import intercodesql, scienceworld, webshop
-from worlds import Step, World
-from worlds.intercodesql.questions import HELD_OUT
-from worlds.scienceworld import world
-from worlds.webshop import catalogue
 
 
 def contents(folder):
@@ -31,7 +31,7 @@ def test_the_same_recipe_makes_the_same_bits(tmp_path, monkeypatch):
     assert "8 of webshop 1 times" in (tmp_path / "first/README.md").read_text()
 
 
-class Echo(World):
+class Echo(Environment):
     """Says a reply again, and ends with "end"."""
     name, splits, max_steps = "echo", {"train": {}}, 6
 
@@ -79,7 +79,7 @@ def test_a_word_is_exchanged_alike_in_all_of_a_conversation():
 
 
 def test_shoppers_know_no_goal_of_a_split_and_open_no_product_that_is_held_out():
-    shop, talks = catalogue.shop_world(), webshop.conversations(0, 200)
+    shop, talks = catalogue.shop_data(), webshop.conversations(0, 200)
     first = " ".join(talk[0]["content"] for talk in talks)
     assert not any(goal["instruction"] in first for split in shop.goals.values() for goal in split)
     assert talks[:50] == webshop.conversations(0, 50) != webshop.conversations(1, 50)
@@ -103,8 +103,8 @@ def test_nobody_asks_the_databases_about_what_is_held_out():
 
 
 def test_wanderers_lose_their_way(monkeypatch):
-    monkeypatch.setattr(world._Simulator, "options",  # a short life repays no second compiler
-                        [*world._Simulator.options, "-XX:TieredStopAtLevel=1"])
+    monkeypatch.setattr(science._Simulator, "options",  # a short life repays no second compiler
+                        [*science._Simulator.options, "-XX:TieredStopAtLevel=1"])
     talks = scienceworld.conversations(0, 2)
     assert talks[0] != talks[1]
     assert all(talk[-1]["role"] == "assistant" and len(talk) > 3 for talk in talks)

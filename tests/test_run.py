@@ -19,7 +19,8 @@ from common.settings import parse
 from engine import command, models, run
 from engine import fork as fork_of_run
 from engine.chat import Encoder
-from worlds import EnvError, environment
+from environments import environment
+from envs import EnvError
 
 KILLS = int(os.environ.get("KILLS", 3))
 FF = "failure>failure"

@@ -29,8 +29,9 @@ from dpo import Group, Pair, Trajectory
 from engine import playing
 from engine.passes import log_probs_in_passes
 from engine.run import Run
+from environments import environment
+from envs import Environment, Step
 from lab.pretrain.pretrain import make_tokenizer
-from worlds import Step, World, environment
 
 BETA = 0.1
 TOKENS = 1280  # of an episode, at most
@@ -192,7 +193,7 @@ def batch_of(pair: Pair) -> dict:
 # ------------------------------------------------------------------------------------- rollouts
 
 
-class Pages(World):
+class Pages(Environment):
     """Episodes of 4-6 turns with pages of 60-150 tokens that depend on the task alone."""
     max_steps, stops = 6, ()
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from worlds import Stuck, World
+from envs import Environment, Stuck
 
 SKILLS = (0.95, 0.8, 0.6)  # of players: how often one does what it means to
 ANYTHING = 0.3  # of exchanges, the share in which words become any words
@@ -20,7 +20,8 @@ class Words:
     share: float = 1.0
 
 
-def play(env: World, page: str, means: Callable, slips: Callable, rng: random.Random) -> list[dict]:
+def play(env: Environment, page: str, means: Callable, slips: Callable,
+         rng: random.Random) -> list[dict]:
     """The conversation of a noisy player, who may slip before each action: it does something else
     then, and goes on as if it had not.
 

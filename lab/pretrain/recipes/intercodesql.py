@@ -3,10 +3,18 @@
 import random
 import re
 
+from environments.intercodesql import questions
+from environments.intercodesql.environment import InterCodeSQL
+from environments.intercodesql.questions import (
+    HELD_OUT,
+    NAMES,
+    PEOPLE,
+    SITES,
+    THINGS,
+    VALUES,
+    tables_of,
+)
 from lab.pretrain.practice import Words, play
-from worlds.intercodesql import questions
-from worlds.intercodesql.questions import HELD_OUT, NAMES, PEOPLE, SITES, THINGS, VALUES, tables_of
-from worlds.intercodesql.world import InterCodeSQL
 
 # What tables and values are also called here.
 NOUNS = """\
@@ -49,7 +57,7 @@ def conversations(seed: int, n: int) -> list[list[dict]]:
     all nouns, but nobody asks about a held-out noun or queries its table."""
     env = InterCodeSQL("short")
     rng = random.Random(f"analysts-{seed}")
-    taken = {questions.schema_key(script) for script in env.world.databases.values()}
+    taken = {questions.schema_key(script) for script in env.data.databases.values()}
     texts = []
     while len(texts) < n:
         tables = questions.draw_database(rng, {*PEOPLE, *THINGS, *SITES})

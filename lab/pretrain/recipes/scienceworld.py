@@ -2,8 +2,8 @@
 
 import random
 
+from environments.scienceworld.environment import ScienceWorld, things_in
 from lab.pretrain.practice import Words, play
-from worlds.scienceworld.world import ScienceWorld, things_in
 
 # What is called otherwise in a share of the conversations, and by what else. What lives how long
 # and which room is where can mostly be learnt.

@@ -3,16 +3,16 @@
 import random
 import re
 
+from environments.webshop import catalogue
+from environments.webshop.shop import WebShop
 from lab.pretrain.practice import Words, play
-from worlds.webshop import catalogue
-from worlds.webshop.shop import WebShop
 
 MISHEARD = 0.4  # of shoppers, who buy what somebody else asks for
 
 
 def exchanged() -> list[Words]:
     """The numbers of products; colours and sizes are words that an instruction says."""
-    numbers = tuple(product["asin"] for product in catalogue.shop_world().products)
+    numbers = tuple(product["asin"] for product in catalogue.shop_data().products)
     return [Words(numbers, numbers)]
 
 
@@ -20,11 +20,11 @@ def conversations(seed: int, n: int) -> list[list[dict]]:
     """n conversations of shoppers, who often buy the wrong product. Their instructions are of no
     split. Held-out products are listed, but no shopper opens one."""
     shop = WebShop("short")
-    world = shop.world
+    data = shop.data
     rng = random.Random(f"shoppers-{seed}")
-    taken = {catalogue.goal_key(goal) for goals in world.goals.values() for goal in goals}
-    families = [family for family in world.families if not family["held_out"]]
-    held_out = {product["asin"] for product in world.products if product["held_out"]}
+    taken = {catalogue.goal_key(goal) for goals in data.goals.values() for goal in goals}
+    families = [family for family in data.families if not family["held_out"]]
+    held_out = {product["asin"] for product in data.products if product["held_out"]}
 
     def slips(page):
         """Looks at a part of a product's page, or does what perhaps no page takes."""
@@ -38,8 +38,8 @@ def conversations(seed: int, n: int) -> list[list[dict]]:
     texts = []
     for _ in range(n):
         family = rng.choice(families)
-        goal = catalogue.draw_goal(rng, family, taken, world.products)
-        other = catalogue.draw_goal(rng, family, taken, world.products)
+        goal = catalogue.draw_goal(rng, family, taken, data.products)
+        other = catalogue.draw_goal(rng, family, taken, data.products)
         page = shop.start(goal)
         wanted = other if rng.random() < MISHEARD else goal
         expert = shop.expert()
