@@ -37,7 +37,7 @@ from engine.experts import collect_experts
 from engine.machine import MachineSettings
 from engine.records import read, read_pairs, write, write_pairs
 from engine.run import Run
-from worlds import ENVIRONMENTS
+from environments import ENVIRONMENTS
 
 # ------------------------------------------------------------------------------------ the loop
 

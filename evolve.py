@@ -9,7 +9,7 @@ grows out of what the agent's own episodes show to be weak. After every segment 
     proposals  the finds with a verdict; those that an environment can prove join D
 
 What a pattern of actions is, how an episode becomes a task and how a solution is proved belongs to
-an environment: `tasks.py` in its folder of `worlds/`.
+an environment: `tasks.py` in its folder of `environments/`.
 
     task       what is asked for in an environment, known by its id; D is a set of them
     step       GRPO's iteration: it plays some tasks of D, and trains on what it played
@@ -54,8 +54,8 @@ from engine.experts import collect_experts, evaluated_tasks
 from engine.models import save
 from engine.records import read, write
 from engine.run import Run
-from worlds import World
-from worlds.expert_files import read_experts, tasks_of
+from environments.expert_files import read_experts, tasks_of
+from envs import Environment
 
 # ------------------------------------------------------------------------------------ the loop
 # Phases read and write files, as in coevolve.py: phase(run, out, *files, **values) writes `out`
@@ -77,7 +77,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     if find is None:
         find = find_tasks
     if s.method == "evolve" or s.start_from == "explore":
-        run.env.task_generator()  # refuses a world without new tasks, before anything runs
+        run.env.task_generator()  # raises Refused before anything runs if there is none
 
     # The agent before its first step; it is pi_ref in all segments.
     reference = run.base
@@ -666,7 +666,7 @@ class Explored(Trajectory):
     signal: str = ""  # what led the explorer to the task: a kind of signal, `random` or `start`
 
 
-def env_with(run: Run, d: list[dict]) -> World:
+def env_with(run: Run, d: list[dict]) -> Environment:
     """Makes an environment that knows the tasks of D; Refused where their order was changed."""
     env = run.make_env()
     for row in d:
@@ -829,7 +829,7 @@ def refusal(
         return "not of the form that was asked for"
     if len(proposal["text"]) > LONGEST_TEXT:
         return "its text is too long"
-    tells = getattr(generator, "tells", None)  # which not every world's generator has
+    tells = getattr(generator, "tells", None)  # which not every generator has
     if tells and tells(proposal["text"], proposal["solution"]):
         return "its text tells the solution"
     reason = generator.refusal(definition)

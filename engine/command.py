@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 
 from common.settings import Refused, parse
 from engine import words
-from worlds import EnvError, environment, without_passwords
+from environments import environment, without_passwords
+from envs import EnvError
 
 # Errors that are the user's or the machine's, and no bug.
 EXPECTED = (Refused, EnvError, FloatingPointError, OSError, SafetensorError,

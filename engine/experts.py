@@ -7,8 +7,8 @@ from common.files import read_jsonl
 from common.settings import Refused
 from dpo import Trajectory, better
 from engine.records import write
-from worlds import World
-from worlds.expert_files import experts
+from environments.expert_files import experts
+from envs import Environment
 
 
 def collect_experts(run, out: Path, file: Path | None = None) -> dict:
@@ -44,7 +44,7 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     return dict(experts=len(best), dropped=dropped)
 
 
-def evaluated_tasks(env: World, splits: tuple[str, ...]) -> set[str]:
+def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
     """What the evaluated tasks are, since a task may have several ids."""
     found = set()
     for split in splits:

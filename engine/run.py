@@ -28,7 +28,7 @@ from engine.records import named, write
 from engine.sampling import Draw
 from engine.tracking import Tracking
 from engine.words import sentence
-from worlds import make
+from environments import make
 
 # How a model is asked with which nothing is wrong, see `engine.trial`.
 FASTEST = dict(replies="kept", passes=[*trial.PASSES])

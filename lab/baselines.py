@@ -32,8 +32,9 @@ from dpo import Trajectory, action_count
 from engine.experts import collect_experts
 from engine.records import read, write
 from engine.run import Run
+from environments import first_reply
+from envs import Environment
 from evolve import Visit, advantage_of_tokens, note_log_probs
-from worlds import World, first_reply
 
 # -------------------------------------------------------------------------------- RFT and DART
 
@@ -94,7 +95,7 @@ def join_successes(run: Run, out: Path, experts: Path, played: list[Path]) -> di
 
 
 def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], dropped: Counter,
-         env: World) -> list[Trajectory]:
+         env: Environment) -> list[Trajectory]:
     """Adds new successes to the experts.
 
     Args:
@@ -128,7 +129,7 @@ def parts_of(t: Trajectory) -> tuple[list[dict], list[dict]]:
     return t.messages[:n], t.messages[n:]
 
 
-def actions(t: Trajectory, env: World) -> tuple[str, ...]:
+def actions(t: Trajectory, env: Environment) -> tuple[str, ...]:
     """A trajectory's task and actions."""
     found = [t.task]
     for turn in parts_of(t)[1]:

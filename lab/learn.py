@@ -30,11 +30,12 @@ from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
 from engine.run import Run
 from engine.words import phrase
+from environments import Options
+from environments.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
+from environments.user_files import reading
+from envs import Environment
 from lab import runfiles
 from lab.page import page, report
-from worlds import Options, World
-from worlds.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
-from worlds.user_files import reading
 
 MUST = "task, messages of role and content, reward from 0 to 1, and agent if there are two"
 
@@ -130,7 +131,7 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
 # ------------------------------------------------------------------------------ the trajectories
 
 
-class Recorded(World):
+class Recorded(Environment):
     """In place of an environment: of its tasks there are trajectories, and nothing is played."""
     name = "learn"
     splits = {}

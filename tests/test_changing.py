@@ -21,7 +21,7 @@ from common.files import read_json
 from common.files import read_jsonl as rows
 from lab.page import page, report
 
-FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "engine", "worlds")
+FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "engine", "environments")
 # Each agent takes one step, on whole trajectories.
 SMALL = ("--env webshop --train-tasks 8 --eval-tasks 1 --eval-splits validation --rollouts 2 "
          "--temperature 0.8 --iterations 1 --sft-epochs 1 --sft-batch 4 --dpo-epochs 1 "

@@ -29,7 +29,7 @@ from engine.records import read
 from engine.run import Run
 from engine.sampling import Draw, Sampler
 from engine.trial import answer_of, trial
-from worlds import environment
+from environments import environment
 
 LISTS = (Path(__file__).parent / "data" / "families.md").read_text(encoding="utf-8")
 ALL = os.environ.get("FAMILIES") == "all"

@@ -18,7 +18,8 @@ from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import parse
 from engine import command, models, run
 from engine import fork as fork_of_run
-from worlds import EnvError, environment
+from environments import environment
+from envs import EnvError
 
 KILLS = int(os.environ.get("KILLS", 3))
 FF = "failure>failure"

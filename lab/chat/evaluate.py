@@ -27,10 +27,11 @@ from engine import playing
 from engine.experts import evaluated_tasks
 from engine.records import write
 from engine.run import Run
+from environments import is_web_address
+from environments.expert_files import experts
+from envs import Environment
 from evolve import by_one_rank
 from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
-from worlds import World, is_web_address
-from worlds.expert_files import experts
 
 SLOTS = 16  # requests at once, if not said otherwise [ours]
 
@@ -255,7 +256,7 @@ def examples(run: Run) -> list[dict]:
     return turns
 
 
-def without_rules(message: dict, env: World) -> dict:
+def without_rules(message: dict, env: Environment) -> dict:
     return message | dict(content=message["content"].removeprefix(env.prompt).strip())
 
 

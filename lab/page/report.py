@@ -8,8 +8,8 @@ import numpy as np
 
 from common.files import read_jsonl, write_json
 from engine.words import SHARES
+from environments import environment
 from lab.runfiles import SOLVED, config_of, phases_of, that_found
-from worlds import environment
 
 # A table: its title, the names of its columns, and rows. A column whose name begins with < is
 # aligned to the left.
