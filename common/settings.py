@@ -111,7 +111,6 @@ class Method(NamedTuple):
     """What --method names."""
     loop: Callable    # loop(run)
     reads: tuple      # the settings that it reads: classes of them, or names
-    agents: Callable  # agents(settings) -> how many models, in fp32, its folder has in the end
     about: str        # a line for --help
     beside: bool = False  # whether pi_ref stays beside the model while that is trained
 

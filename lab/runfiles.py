@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.files import read_json
 from common.settings import Refused, flag, settings_of
-from worlds import environment
+from environments import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
 

@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 import coevolve  # noqa: E402
 from engine import command, run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
-from worlds import EnvError, Step, World  # noqa: E402
+from envs import EnvError, Environment, Step  # noqa: E402
 
 DATA = ROOT / "tests" / "data"  # what was recorded of official code, see its README
 
@@ -313,7 +313,7 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-class Toy(World):
+class Toy(Environment):
     """An environment of two replies, whose reward depends on what was written."""
     name, test_splits, max_steps, stops = "toy", ("test",), 2, ("Observation:",)
     splits = {split: {str(n): f"toy-{split}-{n}" for n in range(8)} for split in ("train", "test")}

@@ -17,11 +17,17 @@ from contextlib import closing, suppress
 import pytest
 from conftest import DATA, ROOT, Again, folder_of, program, wait_until
 
-import worlds
-from worlds import make
-from worlds.expert_files import published_task
-from worlds.intercodesql import databases, questions, spider
-from worlds.intercodesql.world import EXPLANATION, InterCodeSQL, parse_sql_reply, sql_reward
+import environments
+import envs
+from environments import make
+from environments.expert_files import published_task
+from environments.intercodesql import databases, questions, spider
+from environments.intercodesql.environment import (
+    EXPLANATION,
+    InterCodeSQL,
+    parse_sql_reply,
+    sql_reward,
+)
 
 
 def cell(value):
@@ -216,14 +222,14 @@ def test_the_last_result_is_what_is_submitted(small):
     assert shown == "[('Avon', 30), ('Brill', 20)]"
     env.step(act("SELECT site FROM town"))
     assert env.step("no action").observation == EXPLANATION  # changes nothing
-    assert env.step(act("submit")) == worlds.Step("submitted", 1.0, True, 1.0)
+    assert env.step(act("submit")) == envs.Step("submitted", 1.0, True, 1.0)
     env = small()
     env.step(act("SELECT site FROM town"))
     assert submitted(env, "DESC town") == 0  # a look after the right query loses
     assert small().step(act("submit")).reward == 0  # nothing was asked
     env = small()
     env.step(act("SELECT site FROM town ORDER BY site DESC"))  # clipped, and kept
-    assert env.step(act("submit")) == worlds.Step("submitted", 0.0, True, -1.0)
+    assert env.step(act("submit")) == envs.Step("submitted", 0.0, True, -1.0)
     many = "SELECT a.site, b.site, c.site FROM town a, town b, town c"
     env = small(gold=many)
     shown = env.step(act(many)).observation
@@ -239,13 +245,13 @@ def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys
     assert "'which towns?': Error executing query: Unknown column 'nowhere'" in said
     for gold, told in (("SELECT * FROM sqlite_master", "denied"),
                        ("SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9)), "more than 10,000 rows")):
-        with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
+        with pytest.raises(envs.EnvError, match=f"the gold query of 'which towns.*{told}"):
             submitted(small(gold), answer)
 
 
 def play(env, task):
     """The reward of the expert."""
-    return worlds.converse(env, env.reset(task), env.expert())[1]
+    return environments.converse(env, env.reset(task), env.expert())[1]
 
 
 @pytest.mark.parametrize("view", ["full", "short"])
@@ -277,7 +283,7 @@ def test_questions_are_one_where_their_queries_find_the_same_in_any_rows():
     env = make("intercodesql")
     generator = env.task_generator()
     db = env.find(env.tasks("train")[0])["db"]
-    table, rows = env.world.tables[db][1], env.database(db)
+    table, rows = env.data.tables[db][1], env.database(db)
     number, name = table.numbers[0].name, table.label.name
     most = f"SELECT MAX({number}) FROM {table.name}"
     value = rows.ask(most)[0][0]
@@ -294,19 +300,19 @@ def test_questions_are_one_where_their_queries_find_the_same_in_any_rows():
 
 
 def test_splits_share_no_database_and_unseen_shares_no_noun():
-    world = questions.sql_world()
-    assert {k: len(v) for k, v in world.questions.items()} == {
+    data = questions.sql_data()
+    assert {k: len(v) for k, v in data.questions.items()} == {
         "train": 1000, "validation": 300, "test": 300, "unseen": 200}
-    names = {s: {q["db"] for q in qs.values()} for s, qs in world.questions.items()}
-    keys = {s: {questions.schema_key(world.databases[n]) for n in names[s]} for s in names}
+    names = {s: {q["db"] for q in qs.values()} for s, qs in data.questions.items()}
+    keys = {s: {questions.schema_key(data.databases[n]) for n in names[s]} for s in names}
     for a in names:
         assert len(keys[a]) == len(names[a])
         assert not any(names[a] & names[b] or keys[a] & keys[b] for b in names if b != a)
     held_out = {f"{noun}s" for noun in questions.HELD_OUT}
-    for split, asked in world.questions.items():
+    for split, asked in data.questions.items():
         words = set(re.findall(r"\w+", " ".join(q["query"] for q in asked.values())))
         assert words & held_out == (held_out if split == "unseen" else set())
-    assert len({(q["db"], q["query"]) for qs in world.questions.values()
+    assert len({(q["db"], q["query"]) for qs in data.questions.values()
                 for q in qs.values()}) == 1800
 
 
@@ -432,7 +438,7 @@ def test_real_questions_are_split_by_database_and_their_experts_replay_to_1(own,
     assert all(play(env, task) == 1 for task in tasks[::4])
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
     assert [len(found) for found in names] == dealt
-    assert len(set.union(*names)) == sum(dealt) == len(env.world.databases)
+    assert len(set.union(*names)) == sum(dealt) == len(env.data.databases)
     env.close()
 
 
@@ -441,7 +447,7 @@ def test_iprs_records_are_read(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"ic_spider_{split}.json").write_text(json.dumps([record] * 4))
     (tmp_path / "train_indices.json").write_text("[3, 1]")
-    with pytest.raises(worlds.Refused, match="ic_spider_dbs.sql"):
+    with pytest.raises(environments.Refused, match="ic_spider_dbs.sql"):
         InterCodeSQL(intercode_data=str(tmp_path))  # there is no dump
     env = InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
     assert env.tasks("train") == ["intercodesql-train-3", "intercodesql-train-1"]
@@ -455,7 +461,7 @@ def test_iprs_records_are_read(tmp_path):
 def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
     (tmp_path / "ic_spider_dev.json").write_text(json.dumps([dict(query="q", gold="SELECT 1", db="d") | change]))
     (tmp_path / "ic_spider_dbs.sql").write_text(dump)
-    with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
+    with pytest.raises(environments.Refused, match=f"--intercode-data.*{told}") as error:
         env = InterCodeSQL(intercode_data=str(tmp_path))
         env.reset(next(task for split in env.splits for task in env.tasks(split)))
     assert "\n" not in str(error.value)
@@ -483,12 +489,12 @@ def as_dump(name, script):
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """A folder of InterCode's form with ten of the generated databases."""
-    folder, world = tmp_path_factory.mktemp("intercode"), questions.sql_world()
-    names = [name for name, script in world.databases.items() if " load " not in script][:10]
-    asked = [q for split in world.questions.values() for q in split.values() if q["db"] in names]
+    folder, data = tmp_path_factory.mktemp("intercode"), questions.sql_data()
+    names = [name for name, script in data.databases.items() if " load " not in script][:10]
+    asked = [q for split in data.questions.values() for q in split.values() if q["db"] in names]
     (folder / "ic_spider_dev.json").write_text(json.dumps(asked))
     (folder / "ic_spider_dbs.sql").write_text(
-        "".join(as_dump(name, world.databases[name]) for name in names))
+        "".join(as_dump(name, data.databases[name]) for name in names))
     return folder
 
 
@@ -578,7 +584,7 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(m
         result = env.last_answer
         if env.step(act("submit")).reward != 1.0:  # its LIMIT chooses among rows of equal order
             below.append((question["db"], question["gold"]))
-        with closing(databases.Sqlite("d", env.world.databases[question["db"]])) as embedded:
+        with closing(databases.Sqlite("d", env.data.databases[question["db"]])) as embedded:
             other += plain(result) != plain(embedded.run(question["gold"]))
     env.close()
     assert [*failed.values()] == refused and len(below) <= 4 * (whose != "own") and other <= unlike
@@ -594,7 +600,7 @@ def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, 
         env.start(dict(query="q", gold=gold, db="d"))
         assert submitted(env, "SELECT site FROM town") == 1, gold
     env.start(dict(query="q", gold="SELECT word FROM other.secret", db="d"))
-    with pytest.raises(worlds.EnvError, match="the gold query of 'q': .*denied"):
+    with pytest.raises(envs.EnvError, match="the gold query of 'q': .*denied"):
         env.step(act("submit"))
     env.close()
 
@@ -689,7 +695,7 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, m
     times = 2
     assert repaired.step(act("SHOW TABLES")) == repaired.shown
     times = 99
-    with pytest.raises(worlds.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
+    with pytest.raises(envs.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
         repaired.step(act("SHOW TABLES"))
     assert len(failures) == 2 + 4  # it is not asked again within
 
@@ -716,7 +722,7 @@ def test_what_is_no_database_voids_the_episode(says):
 
         where = f"127.0.0.1:{server.getsockname()[1]}"
         server.close() if says is None else threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(worlds.EnvError, match=f"mysql://{where}, database d") as error:
+        with pytest.raises(envs.EnvError, match=f"mysql://{where}, database d") as error:
             databases.MySQL("d", f"mysql://agent:s3cret@{where}")
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
@@ -724,12 +730,12 @@ def test_what_is_no_database_voids_the_episode(says):
 def test_who_may_not_is_told_the_remedy(mariadb, tmp_path):
     """Databases that are not loaded, a wrong password, and who may only read but loads."""
     for name, url in (("elsewhere", URL), ("d", URL.replace("s3cret", "s3cretx"))):
-        with pytest.raises(worlds.Refused, match=f"database {name}: .*denied.*intercodesql.spider") as error:
+        with pytest.raises(environments.Refused, match=f"database {name}: .*denied.*intercodesql.spider") as error:
             databases.MySQL(name, url.format(mariadb))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
     dump, url = tmp_path / "dump.sql", URL.format(mariadb)
     dump.write_text("USE `d`;\nSELECT 1;\n")
-    with pytest.raises(worlds.EnvError, match="denied.*may create databases and users"):
+    with pytest.raises(envs.EnvError, match="denied.*may create databases and users"):
         spider.load_intercode(dump, url.replace("agent", databases.database_user(url, "other")), url)
 
 
@@ -768,6 +774,6 @@ def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_pa
 @pytest.mark.parametrize("dump, agent, told", [
     ("x", "b", "--mysql-url must be"), ("README.md", "mysql://b@h", "README.md: no database in it")])
 def test_load_intercode_refuses_in_one_line(dump, agent, told):
-    with pytest.raises(worlds.Refused, match=told) as error:
+    with pytest.raises(environments.Refused, match=told) as error:
         spider.main([str(ROOT / dump), "--admin-url", "mysql://a:s3cret@h", "--mysql-url", agent])
     assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
