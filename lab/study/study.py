@@ -23,7 +23,7 @@ from lab.runfiles import command, count
 from lab.settings import METHODS, Settings
 from lab.study.compare import write_report
 from lab.study.methods import ARMS, COMPARED, FIRST, finished, flags, method_of, needed_by
-from worlds import environment, without_passwords
+from worlds import environment
 
 ROOT = Path(__file__).parents[2]
 GPU = shutil.which("nvidia-smi") is not None
@@ -63,7 +63,7 @@ def make_runs(
         name = f"{arm}-s{seed}"
         words = [*given[arm], *flags(arm, folder, seed), "--seed", str(seed),
                  "--out", str(folder / name)]
-        print(f"study: {without_passwords(' '.join(words))}", flush=True)
+        print(f"study: {' '.join(words)}", flush=True)
         launch(env, words, folder / f"{name}.log")
         finished(folder)  # refuses runs of different settings
 
