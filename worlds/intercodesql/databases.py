@@ -273,7 +273,7 @@ class MySQL:
     def close(self):
         connection, self._connection = self._connection, None
         if connection and connection._result:
-            connection._result.unbuffered_active = False  # else PyMySQL would read the remaining rows
+            connection._result.unbuffered_active = False  # else PyMySQL would read what is left
         if connection and connection.open:
             connection.close()
 
