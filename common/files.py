@@ -1,6 +1,5 @@
 """The files of a run: JSON lines, locks, and what tells one file from another."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -8,6 +7,8 @@ import shutil
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from common.settings import Refused
 
@@ -76,17 +77,17 @@ def remove(path: Path) -> None:
 
 
 def lock(folder: Path):
-    """Keeps other processes out of a run's folder for as long as what it returns is open; Refused
-    where one is in it. On a disk that has no locks nobody is kept out."""
-    file = open(folder / "lock", "w")
+    """Locks a run's folder against other processes, and returns the lock. Raises Refused if another
+    process has it. A disk without locks keeps nobody out."""
+    lock = FileLock(folder / "lock")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        lock.acquire(blocking=False)
+    except Timeout:
         raise Refused(f"--out {folder}: another process is running in this folder; wait for it or "
                       "give another") from None
-    except OSError:
+    except (OSError, NotImplementedError):
         pass
-    return file
+    return lock
 
 
 # -------------------------------------------------------------------- what tells one from another

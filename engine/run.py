@@ -179,7 +179,7 @@ class Run:
         that this run has not asked for is forgotten: another loop has made them."""
         if self.main:
             write_json(self.folder / "phases.json", self.done)
-            self.lock.close()
+            self.lock.release()
 
     def say(self, text: str) -> None:
         if self.main:

@@ -285,7 +285,7 @@ def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
         held = files.lock(tmp_path / "run")  # for as long as it lives
         (tmp_path / "held").touch()
         time.sleep(600)
-        held.close()
+        held.release()
 
     holder = fork(hold, tmp_path / "said")
     wait_until((tmp_path / "held").exists, "the other process to hold the lock")
