@@ -90,6 +90,14 @@ def lock(folder: Path):
     return lock
 
 
+def run_of(agent: Path) -> Path | None:
+    """Returns the folder of the run that made an agent, or None if its folder is in no run."""
+    for folder in agent.resolve().parents[:2]:
+        if (folder / "phases.json").exists():
+            return folder
+    return None
+
+
 # -------------------------------------------------------------------- what tells one from another
 
 

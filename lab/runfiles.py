@@ -62,14 +62,6 @@ def config_of(run: Path) -> dict:
     return config
 
 
-def run_with(agent: Path) -> Path | None:
-    """The run that an agent's folder lies in, if it lies in one."""
-    for folder in agent.resolve().parents[:2]:
-        if (folder / "phases.json").exists():
-            return folder
-    return None
-
-
 def way_of(run: Path, env: str) -> list[str]:
     """The flags with which an agent of a run plays as it was trained to; none in another
     environment."""
