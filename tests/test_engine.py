@@ -63,7 +63,8 @@ def test_a_saved_agent_ends_as_its_base_and_as_its_turns_do(
     models.save(one, model, Encoder(make_tokenizer("chatml")), agent)
     written = json.loads((agent / "generation_config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"]) == (ends_saved, pad_saved)
-    assert not set(PENALTIES) & set(written)
+    assert {*PENALTIES} & {*written} == {"suppress_tokens"}
+    assert written["suppress_tokens"] == [0, PAD]  # <|im_start|> and <|pad|>, not those of the base
     model = transformers.AutoModelForCausalLM.from_pretrained(agent)
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60).tolist() == [[5, 6, 7, END]]
 

@@ -461,8 +461,37 @@ def configured(folder, **values):
     write_json(folder / "config.json", read_json(folder / "config.json") | values)
 
 
+def with_weights(folder, **more):
+    """Adds weights, whose names have __ in place of dots, to a model that ties its head."""
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    more = {name.replace("__", "."): value for name, value in more.items()}
+    save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
+    configured(folder, tie_word_embeddings=True)
+
+
+ONES = torch.ones(1, 32)
+
+
+def in_fp8(folder):
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": ONES}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize("change, says", [
-    (lambda f: (f / "model.safetensors").unlink(), "give a hub name within reach, or a folder with"),
+    (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing; copy it from the base"),
+    (lambda f: configured(f, num_hidden_layers=1, layer_types=["full_attention"]),
+     "11 weights are not used by the model that its config.json describes, such as model.layers.1."),
+    (lambda f: with_weights(f, model__layers__0__self_attn__q_proj__bias=ONES[0]),
+     "1 weights are not used by the model that its config.json describes, such as model.layers.0."),
+    (in_fp8, "1 weights are not used by the model that its config.json describes, such as model.lay"),
+    (lambda f: with_weights(f, score__weight=ONES, mtp__norm__weight=ONES[0]),
+     "1 weights are not used by the model that its config.json describes, such as score.weight; "),
+    (lambda f: configured(f, model_type="new", auto_map=dict(AutoConfig="code.Config")), "code"),
+    (lambda f: configured(f, do_sample="no"), "XXX"),
     (pruned, "weights are missing, such as model.layers.1."),
     (lambda f: configured(f, intermediate_size=64), "; give a"),
     (lambda f: configured(f, model_type="t5"), "t5 is no causal language model of transformers; "),
@@ -470,9 +499,29 @@ def configured(folder, **values):
 def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
     folder = shutil.copytree(small_model, tmp_path / "model")
     change(folder)
+    (folder / "code.py").write_text("raise SystemExit('code of a model is run')")
     line = refusal(program, "--model", folder, "--out", tmp_path / "run", "--method", "sft")
-    assert says in line and str(folder) in line, line
+    assert line.startswith(f"--model {folder}: ") and says in line, line
     assert not (tmp_path / "run").exists()
+
+
+def test_heads_that_no_output_depends_on_are_left_out_and_said_once(
+        toy_run, small_model, tmp_path, capfd):
+    base = shutil.copytree(small_model, tmp_path / "base")
+    with_weights(base, mtp__layers__0__weight=ONES, v_head__summary__weight=ONES,
+                 model__layers__0__self_attn__rotary_emb__inv_freq=ONES[0])
+    toy_run(*SFT, "--model", base)
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("2 weights are not used, such as mtp.layers.0.weight; no") == 1
+
+
+def test_switches_of_outputs_in_a_config_neither_act_nor_are_saved(toy_run, small_model, tmp_path):
+    base = shutil.copytree(small_model, tmp_path / "base")
+    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False)
+    out = toy_run(*SFT, "--model", base)
+    saved = read_json(out / "sft-target/config.json")
+    assert not saved["output_attentions"] and not saved["output_hidden_states"]
+    assert saved.get("return_dict", True)
 
 
 def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model, tmp_path, capsys):
