@@ -348,8 +348,8 @@ def write(model, encoder: Encoder, folder, weights: dict) -> None:
     write_for_transformers_4(Path(folder))
 
 
-# Parameters of RoPE that transformers 4 reads outside of `rope_scaling`.
-ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")
+# Parameters of RoPE that transformers 4 reads beside `rope_scaling`.
+OUTSIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 
 
 def write_for_transformers_4(folder: Path) -> None:
@@ -358,20 +358,21 @@ def write_for_transformers_4(folder: Path) -> None:
     config = read_json(folder / "config.json")
     config.pop("auto_map", None)  # names code that is not saved
     rope = config.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)  # one for each type of layer, as in Gemma 3
-    if "rope_theta" in full:
-        config["rope_theta"] = full["rope_theta"]
-        kind = full.get("rope_type", "default")
-        scaling = {name: value for name, value in full.items() if name not in ROPE_OUTSIDE}
-        if kind == "longrope":  # of which transformers 4 accepts three fields alone
-            scaling = {name: full[name] for name in ("short_factor", "long_factor")}
-            scaling["type"] = kind
-        config["rope_scaling"] = None if kind == "default" else scaling
-    for name in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if name in full:
-            config.setdefault(name, full[name])
-    if "sliding_attention" in rope:
+    if config["model_type"].startswith("gemma3"):  # the one family with two that it reads
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" in rope:
+        for name in OUTSIDE_SCALING:
+            if name in rope:
+                config[name] = rope[name]
+        kind = rope.get("rope_type", "default")
+        scaling = {name: value for name, value in rope.items() if name not in OUTSIDE_SCALING}
+        if kind == "longrope":  # of which it accepts three fields alone
+            scaling = dict(type=kind, short_factor=rope["short_factor"],
+                           long_factor=rope["long_factor"])
+            positions = rope["original_max_position_embeddings"]
+            config["original_max_position_embeddings"] = positions
+        config["rope_scaling"] = None if kind == "default" else scaling
     write_json(folder / "config.json", config)
 
     config = read_json(folder / "tokenizer_config.json")

@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from conftest import TOY, Toy, ended, fork, kills_until_it_ends, program, wait_u
 from safetensors.torch import load_file, save_file
 
 import coevolve
+import huggingface_hub
 from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import parse
-from engine import command, models, run
+from engine import command, models, run, tracking
 from engine import fork as fork_of_run
 from engine.chat import Encoder
 from worlds import EnvError, environment
@@ -169,6 +172,39 @@ def test_another_base_is_trained_from_anew(toy_run, small_model, tmp_path):
     assert made(out)[len(first):] == first[1:]
 
 
+def test_a_base_on_the_hub_is_known_by_its_commit(toy_run, small_model, tmp_path, monkeypatch):
+    """A moved revision is trained on anew, and no process mixes two. No hub is needed for what is
+    in its cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cache = tmp_path / "models--x--y"
+    (cache / "refs").mkdir(parents=True)
+
+    def move(commit, shift):
+        base = shutil.copytree(small_model, cache / "snapshots" / (commit * 40))
+        weights = load_file(base / "model.safetensors")
+        weights["model.norm.weight"] += shift
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        (cache / "refs/main").write_text(commit * 40)
+
+    move("a", 0)
+    out = toy_run("--model", "x/y", *SFT)
+    first = made(out)
+    losses = [read_jsonl(out / "sft-target/train.jsonl")[0]["loss"]]
+    toy_run("--model", "x/y", *SFT)
+    assert made(out) == first
+    move("b", 1)
+    toy_run("--model", "x/y", *SFT)  # the same process reads what it has begun with
+    assert made(out) == first
+    models.commit_of.cache_clear()
+    toy_run("--model", "x/y", *SFT)
+    assert made(out)[len(first):] == first[1:]
+    fresh = toy_run("--model", cache / "snapshots" / ("b" * 40), "--out", tmp_path / "fresh", *SFT)
+    losses += [read_jsonl(folder / "sft-target/train.jsonl")[0]["loss"] for folder in (out, fresh)]
+    assert losses[0] != losses[1] == losses[2]
+    models.commit_of.cache_clear()
+
+
 def test_a_run_grows_by_iterations_and_its_log_and_trackers_go_on(toy_run, monkeypatch):
     seen = {}  # what a tracker gets: step -> numbers
     monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.update({step: numbers}))
@@ -188,6 +224,33 @@ def test_a_run_grows_by_iterations_and_its_log_and_trackers_go_on(toy_run, monke
                for row in read_jsonl(out / agent / "train.jsonl")]
     assert steps == written
     assert seen[len(lines)]["evaluate/target/test/reward"] == lines[-1]["reward"]
+
+
+def test_trackers_get_the_names_that_people_know_as_every_tracker_accepts_them(
+        toy_run, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.append(numbers))
+    out = toy_run()
+    [line] = read_jsonl(out / "iter1/target-agent/train.jsonl")
+    [numbers] = [row for row in seen if "iter1/target-agent/lr" in row]
+    prefix, row = "iter1/target-agent/", line["kinds"]["expert>failure"]
+    assert numbers[f"{prefix}loss"] == line["loss"]
+    assert numbers[f"{prefix}grad_norm"] == line["norm"]
+    for name, own in {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected",
+                      "rewards/margins": "margin", "rewards/accuracies": "accuracy",
+                      "logps/chosen": "chosen", "logps/rejected": "rejected"}.items():
+        assert numbers[f"{prefix}{name}/expert_over_failure"] == row[own]
+    assert row["reward_chosen"] - row["reward_rejected"] == pytest.approx(row["margin"])
+
+    # An agent's name may come from a file. Two names stay two, and MLflow's rules hold.
+    names = ["a>b", "a b", "агент", "мышка", "..", ".", "", "a/../b", "a//b", "a~%", "x" * 400]
+    given = [f"iter1/{quote(name, safe=' ')}" for name in names]
+    given += [f"iter1/target-agent/rewards/margins/expert>{name}" for name in names]
+    found = [*map(tracking.accepted, given)]
+    assert len({*found}) == len(given) - 1  # "" and "." are no names of files
+    for name in [*found, *(name for row in seen for name in row)]:
+        assert re.fullmatch(r"[/\w.\- :]{1,250}", name, re.ASCII), name
+        assert os.path.normpath(name) == name and not name.startswith(("/", "..")), name
 
 
 # --------------------------------------------------------------------------------------- a branch
@@ -397,6 +460,10 @@ def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, mo
     ("--max-new-tokens 768 --max-tokens 768", "--max-new-tokens 768: must be below --max-tokens"),
     ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
     ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
+    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: is not there; give a file"),
+    *[(f"{flag}{between}", f"{flag}: the value is empty; give one, or leave the flag out")
+      for flag in ("--experts", "--branch", "--model", "--failure-from", "--out", "--track", "--env", "--seed")
+      for between in ("=", " ''")],
     ("--model /nowhere", "--model /nowhere: "),
     ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
     ("--failure-from TINY --model SMALL", "tiny: its tokenizer or chat template is not that of --model"),
@@ -407,7 +474,7 @@ def test_a_flag_that_is_wrong_is_named_with_its_remedy(
         flags, says, small_model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = flags.replace("TINY", str(models.MODELS["tiny"])).replace("SMALL", str(small_model))
-    assert says in refusal(program, "--out", tmp_path / "run", *flags.split())
+    assert says in refusal(program, "--out", tmp_path / "run", *shlex.split(flags))
 
 
 @pytest.mark.parametrize("flags, values", [
@@ -491,7 +558,7 @@ def in_fp8(folder):
     (lambda f: with_weights(f, score__weight=ONES, mtp__norm__weight=ONES[0]),
      "1 weights are not used by the model that its config.json describes, such as score.weight; "),
     (lambda f: configured(f, model_type="new", auto_map=dict(AutoConfig="code.Config")), "code"),
-    (lambda f: configured(f, do_sample="no"), "XXX"),
+    (lambda f: configured(f, pad_token_id="none"), "--model"),
     (pruned, "weights are missing, such as model.layers.1."),
     (lambda f: configured(f, intermediate_size=64), "; give a"),
     (lambda f: configured(f, model_type="t5"), "t5 is no causal language model of transformers; "),
