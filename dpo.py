@@ -287,7 +287,7 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
 
 
 def pair_statistics(pairs: list[Pair], *sides: Tensor) -> dict:
-    """Returns sums over the pairs of each kind. The accuracy counts the pairs with a margin above 0.
+    """Returns sums over the pairs of each kind. `accuracy` counts the pairs with a margin above 0.
 
     Args:
         pairs: P pairs, whose `seen` gets log pi(e|u) of both sides and the margin.

@@ -89,8 +89,8 @@ def read_tokenizer(folder):
     """The tokenizer in a folder, as its tokenizer.json says; transformers would make it anew by its
     class's name. Control tokens are found in a text, whatever the folder says."""
     if not file_of(folder, "tokenizer.json"):
-        raise Refused(f"--model {folder}: tokenizer.json is missing; copy it from the base, or write "
-                      "it by AutoTokenizer.from_pretrained(...).save_pretrained(...)")
+        raise Refused(f"--model {folder}: tokenizer.json is missing; copy it from the base, or "
+                      "write it by AutoTokenizer.from_pretrained(...).save_pretrained(...)")
     tokenizer = read(transformers.PreTrainedTokenizerFast, folder)
     tokenizer.split_special_tokens = False
     tokenizer.init_kwargs.pop("split_special_tokens", None)

@@ -382,14 +382,15 @@ def ways_of(run: Run, model: Path) -> dict:
     longest = run.settings.max_tokens
     positions = models.positions_of(run.config)
     if longest > positions:
-        run.say(f"--model {model} has {positions:,} positions: longer episodes are read as it never "
-                f"learned to; lower --max-tokens {longest}")
+        run.say(f"--model {model} has {positions:,} positions: longer episodes are read as it "
+                f"never learned to; lower --max-tokens {longest}")
     if device.type == "cuda" and not machine.fits_in_fp32(run.config, run.parameters,
                                                           machine.free_memory(), longest):
         device = "cpu"
     read = models.read_model(model, device=device).eval()
+    ways = trial.trial(read, run.encoder, longest)
     models.check_can_be_saved(read, run.encoder)
-    return trial.trial(read, run.encoder, longest)
+    return ways
 
 
 @contextmanager

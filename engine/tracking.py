@@ -60,7 +60,8 @@ class Tracking:
         with open(self.file, "a") as file:
             file.write(json.dumps(dict(event=event, phase=phase, **numbers)) + "\n")
         self.lines += 1
-        found = flat(phase.removesuffix(".jsonl"), by_pair(numbers) if event == "train" else numbers)
+        shown = by_pair(numbers) if event == "train" else numbers
+        found = flat(phase.removesuffix(".jsonl"), shown)
         if "split" in numbers:
             found |= flat(f"evaluate/{numbers['name']}/{numbers['split']}", numbers)
         self.accelerator.log({accepted(name): value for name, value in found.items()}, self.lines)

@@ -66,8 +66,8 @@ def trial(model, encoder: Encoder, longest: int = 64) -> dict:
         if longest > positions:
             remedy = f"it has {positions:,} positions, lower --max-tokens {longest}"
         why = why or "its replies have other log-probabilities than plain passes over them"
-        raise Refused(f"--model {model.name_or_path}: {type(model).__name__} cannot be used: {why}; "
-                      f"{remedy}")
+        raise Refused(f"--model {model.name_or_path}: {type(model).__name__} cannot be used: "
+                      f"{why}; {remedy}")
 
     right = []
     for passes in PASSES:

@@ -186,7 +186,7 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
     steps = row.get("steps") or roles.count("assistant")
     opening = first_reply(messages, steps)
     if opening == len(messages):
-        raise ValueError(f"its 'steps' are {steps!r}, and it has {roles.count('assistant')} replies")
+        raise ValueError(f"its 'steps' are {steps!r}, and its replies {roles.count('assistant')}")
     t = Trajectory(task, agent, iteration=1, messages=messages, reward=float(reward), steps=steps,
                    ended="done")
     t.ids, t.action_mask = encoder.encode(messages, opening)

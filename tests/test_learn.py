@@ -241,7 +241,7 @@ def test_replies_of_an_opening_are_no_actions(file):
     encoder = Encoder(make_tokenizer("chatml"))
     assert (t.ids, t.action_mask) == encoder.encode(told["messages"], 3)
     assert t.steps == 2
-    for wrong, says in [(dict(steps=4), "its 'steps' are 4, and it has 3 replies"),
+    for wrong, says in [(dict(steps=4), "its 'steps' are 4, and its replies 3"),
                         (dict(steps=-1), "its 'steps' are -1"), (dict(steps="2"), "TypeError"),
                         (dict(action_mask=[0, 1, 0, 1]), "'action_mask' marks 2 replies, and its last 3"),
                         (dict(steps=2, action_mask=[0, 1, 0, 0]), "marks 1 replies, and its last 2"),

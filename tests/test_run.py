@@ -8,6 +8,7 @@ import signal
 import time
 from urllib.parse import quote
 
+import huggingface_hub
 import pytest
 import torch
 from accelerate import Accelerator
@@ -15,7 +16,6 @@ from conftest import TOY, Toy, ended, fork, kills_until_it_ends, program, wait_u
 from safetensors.torch import load_file, save_file
 
 import coevolve
-import huggingface_hub
 from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import parse
