@@ -37,7 +37,7 @@ from engine.experts import collect_experts
 from engine.machine import MachineSettings
 from engine.records import read, read_pairs, write, write_pairs
 from engine.run import Run
-from worlds import ENVIRONMENTS
+from environments import ENVIRONMENTS
 
 # ------------------------------------------------------------------------------------ the loop
 
@@ -98,11 +98,16 @@ def coevolve(run: Run) -> None:
             played[agent.name] = once(f"iter{i}/{agent.name}.jsonl", explore,
                                       models[agent.name], experts, name=agent.name, i=i)
 
-        # Each learns from its pairs, Eq. (6) and (7), or (8) and (9). Section 4 trains them "in
-        # alternating phases"; whether the failure agent plays again once it has learned, it does
-        # not say. Here it does not [ours]: so the order makes no difference, what an agent learns
-        # shows in the next iteration's play, and the first failure agent is one after SFT.
-        for agent in agents:
+        # Each agent learns from its pairs, Eq. (6) and (7), or Eq. (8) and (9). Section 4 trains
+        # them "in alternating phases" and does not say whether the failure agent plays before or
+        # after it learns. With "before", the order of learning makes no difference, and the first
+        # failure agent that plays is one after SFT. With "after", the failure agent learns first
+        # and plays again, so that the target learns from its newest hard negatives.
+        failure_first = s.failure_plays == "after"
+        learners = agents
+        if failure_first:
+            learners = sorted(agents, key=lambda agent: agent.role != "D_fail")
+        for agent in learners:
             name = agent.name
             pairs = once(f"iter{i}/pairs-{name}.jsonl", make_pairs, experts, played, earlier,
                          trains=name, role=agent.role)
@@ -110,9 +115,14 @@ def coevolve(run: Run) -> None:
             models[name] = once(f"iter{i}/{name}-agent", train_preferences, models[name],
                                 reference, pairs, experts, [*played.values(), *earlier],
                                 name=name, role=agent.role, i=i)
+            if failure_first and agent.role == "D_fail":
+                if s.d_fail == "buffer":
+                    earlier.append(played[name])
+                played[name] = once(f"iter{i}/{name}-again.jsonl", explore, models[name], experts,
+                                    name=name, i=i, first_rollout=s.rollouts)
 
         evaluations(run, models, i)
-        if s.d_fail == "buffer":  # else D_fail forgets them
+        if s.d_fail == "buffer":  # otherwise D_fail forgets them
             earlier += played.values()
 
 
@@ -150,12 +160,21 @@ def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict
     return run.fit(run.load(base), out, steps, rates, dpo.sft_loss, dpo.action_count)
 
 
-def explore(run: Run, out: Path, agent: Path, experts: Path, name: str, i: int) -> dict:
-    """Lets an agent play the task of every expert, some rollouts each, by sampling."""
+def explore(
+    run: Run,
+    out: Path,
+    agent: Path,
+    experts: Path,
+    name: str,
+    i: int,
+    first_rollout: int = 0,
+) -> dict:
+    """Samples `rollouts` episodes of the task of every expert trajectory. Their indices begin with
+    `first_rollout`, so that an agent that plays twice in an iteration samples anew."""
     s = run.settings
     begun = []
     for expert in read(experts):
-        for rollout in range(s.rollouts):
+        for rollout in range(first_rollout, first_rollout + s.rollouts):
             seed = seed_of(s.seed, name, i, expert.task, rollout)
             begun.append(Trajectory(expert.task, name, i, rollout, seed))
     trajectories = run.play(agent, begun, s.temperature)
@@ -213,11 +232,11 @@ def make_pairs(
     """
     s = run.settings
     dropped = Counter()
-    own = by_task(read(played[trains]), dropped)
-    others = by_task(read(*[played[name] for name in played if name != trains]), dropped)
+    own = by_task(read(played[trains]))
+    others = by_task(read(*[played[name] for name in played if name != trains]))
     if role == "D_fail" and s.d_fail == "buffer":
-        # Of all agents. What cannot train was counted in its own iteration.
-        for task, trajectories in by_task(read(*earlier), Counter()).items():
+        # Trajectories of all agents. Those that cannot train were counted in their own iteration.
+        for task, trajectories in by_task(usable(read(*earlier), Counter())).items():
             own[task] += trajectories
 
     pairs = []
@@ -228,7 +247,7 @@ def make_pairs(
         elif role == "D_fail":
             pairs += d_fail(own[task], others[task], s, dropped)
         else:
-            pairs += against_expert(expert, own[task], s, dropped)
+            pairs += against_expert(expert, usable(own[task], dropped), s, dropped)
 
     write_pairs(run, out, pairs)
     if dropped and not pairs:
@@ -237,16 +256,25 @@ def make_pairs(
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
 
 
-def by_task(trajectories: list[Trajectory], dropped: Counter) -> defaultdict:
-    """task -> its trajectories that can train; the others are counted in `dropped`. One that filled
-    the context has no last reward: it makes no pair, not as the rejected side either [ours]."""
-    found = defaultdict(list)
+def by_task(trajectories: list[Trajectory]) -> defaultdict:
+    """Returns task -> its trajectories."""
+    groups = defaultdict(list)
+    for t in trajectories:
+        groups[t.task].append(t)
+    return groups
+
+
+def usable(trajectories: list[Trajectory], dropped: Counter) -> list[Trajectory]:
+    """Returns the trajectories that can train, and counts the others in `dropped`. An episode that
+    filled the context has no final reward, so it makes no pair, not as the rejected side either
+    [ours]."""
+    kept = []
     for t in trajectories:
         if t.ended == "context" or not any(t.action_mask):
             dropped["too long"] += 1
         else:
-            found[t.task].append(t)
-    return found
+            kept.append(t)
+    return kept
 
 
 def train_preferences(
@@ -307,7 +335,7 @@ def train_preferences(
         lambda_dpo, lambda_sft = 1.0, 0.0
     loss = partial(dpo.preference_loss, beta=beta, lambda_dpo=lambda_dpo, lambda_sft=lambda_sft,
                    log_prob=s.log_prob)
-    size = dpo.pair_count if s.normalise == "pairs" else dpo.pair_weight
+    size = dpo.pair_count if s.denominator == "pairs" else dpo.pair_weight
     steps = preference_steps(groups, name, role, i, s)
     rates = dpo.learning_rates(len(steps), lr, s.dpo_warmup)
     return run.fit(model, out, steps, rates, loss, size) | counts
@@ -383,11 +411,15 @@ def d_tgt(
 
     Args:
         expert: The task's expert.
-        own: The trajectories of the agent that learns, of this iteration; the paper's e_tgt.
-        others: Those of the other agents; the paper's e_fail.
+        own: All rollouts of the agent that learns, of this iteration; the paper's e_tgt.
+        others: All rollouts of the other agents; the paper's e_fail.
         s: The settings.
         dropped: Gets, by reason, the number of comparisons that make no pair.
     """
+    comparisons = len(own) * len(others)  # of a rollout of the target with one of another agent
+    own = usable(own, dropped)
+    others = usable(others, dropped)
+
     # Eq. (8): D_tgt = {(e_exp, e_tgt), (e_exp, e_fail)} u F_tgt x F_fail, the first one chosen.
     pairs = against_expert(expert, own + others, s, dropped)
 
@@ -401,11 +433,18 @@ def d_tgt(
         if pair.chosen is expert or not pair.chosen.is_failure:
             pair.sft_weight = pair.weight
 
-    # "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0": they weigh 1
-    # each. Eq. (8) always chooses the target's; we choose by reward, as Eq. (6) does [ours].
+    # Section 4.3: "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0".
+    # The weights are to keep expert pairs "from dominating the training signal, while ensuring that
+    # failure pairs receive full emphasis": in the paper, where each agent plays a task once, the
+    # expert pairs of a task weigh 1 together, and its failure pair weighs 1. With R rollouts per
+    # agent there are up to R x R failure pairs, so each weighs 1 / (R x R) [ours]. The balance of
+    # the two kinds of pairs, and of the SFT term, is then that of the paper, whatever R is.
+    # Eq. (8) always chooses the target's failure; we choose by reward, as Eq. (6) does [ours].
     if s.d_tgt_failures == "none":
         return pairs
     for pair in ordered_failures(itertools.product(own, others), dropped):
+        if s.failure_pair_weights == "rollouts":
+            pair.weight = 1.0 / comparisons
         if s.d_tgt_failures == "hard" and pair.chosen.reward < s.hard_threshold:
             dropped["no hard failure"] += 1
         else:
@@ -446,6 +485,8 @@ def d_fail(
     better one is chosen. Arguments are those of `d_tgt`; `own` is the paper's e_fail."""
     if s.d_fail == "none":  # the failure agent stays as it is
         return []
+    own = usable(own, dropped)
+    others = usable(others, dropped)
     # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}. By default it also has the pairs within one
     # agent, since it is to learn from failures "from both the target and itself" (Section 4.2).
     # With one rollout of a task, as in the paper, there are none.
@@ -577,14 +618,17 @@ class Preferences:
     log_prob: Literal["sum", "mean"] = "sum"
     # The reference pi_ref: the agent as the iteration begins, the agent after SFT, or none [ETO]
     reference: Literal["phase", "sft", "none"] = "phase"
-    # What the sum of a batch's losses, the SFT term's too, is divided by: all its pairs, those of
-    # failures among them, or their weights [ours]
-    normalise: Literal["pairs", "weights"] = "pairs"
+    # Denominator of the batch loss, SFT term included: the sum of the pairs' weights, with which
+    # the size of the SFT term does not depend on --rollouts, or the number of pairs [ours]
+    denominator: Literal["weights", "pairs"] = "weights"
     # What becomes of a pair whose expert has the lower reward: it is swapped, or dropped [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
     # Whether the pairs of a task with the expert weigh 1 together, or each, as in ETO [Section 4.3;
     # ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
+    # Weight of a pair of two failures in D_tgt: "rollouts" is 1 / (the target's rollouts of the
+    # task x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
+    failure_pair_weights: Literal["rollouts", "none"] = "rollouts"
     # Which pairs of two failures D_tgt has: cross, all of one by the target and one by another
     # agent; hard, those of them whose better one has --hard-threshold at least; or none [Eq. 8]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
@@ -604,6 +648,10 @@ class FailureAgent:
     # the failure agent; buffer, of all iterations so far; none, so that it never learns
     # [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
+    # When the failure agent plays the rollouts that the target learns from: before it learns, or
+    # after, for which it plays twice in each iteration [before: the paper's summary; after: its
+    # introduction]
+    failure_plays: Literal["before", "after"] = "before"
     # The folder of a model from which the failure agent starts, in place of SFT [its own SFT]
     failure_from: types.OldFile = None
 
@@ -634,23 +682,17 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
                  "all rollouts of a task would be the same; raise it")]
 
 
-def agents_of(s: Settings) -> int:
-    """How many agents the folder of a run has in the end, for which the disk needs room: each after
-    SFT and after each iteration."""
-    return len(AGENTS[s.method]) * (1 if s.method == "sft" else 1 + s.iterations)
-
-
 METHODS = {
     "coevolve": types.Method(
-        coevolve, (Common, Preferences, FailureAgent), agents_of,
+        coevolve, (Common, Preferences, FailureAgent),
         "a target learns from experts, and from a failure agent that learns too"),
     "eto": types.Method(
-        coevolve, (Common, Preferences), agents_of,
+        coevolve, (Common, Preferences),
         "the target alone, by DPO: experts over its failures (Song et al. 2024)"),
     "positive": types.Method(
-        coevolve, (Common, Preferences), agents_of,
+        coevolve, (Common, Preferences),
         "the control: a second agent as ETO's in place of the failure agent"),
-    "sft": types.Method(coevolve, (Common,), agents_of, "imitation of the experts alone"),
+    "sft": types.Method(coevolve, (Common,), "imitation of the experts alone"),
 }
 
 

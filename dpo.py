@@ -363,9 +363,10 @@ def learning_rates(
     warmup: float = 0.0,
     cosine: bool = False,
 ) -> list[float]:
-    """The learning rate of each step: it rises in the first share of steps, `warmup`, from 0 as in
-    transformers; then it is constant, or falls as a cosine."""
-    rising = int(warmup * steps)  # none in a phase of one step
+    """Returns the learning rate of each step. It rises linearly from 0 in the first share of steps,
+    `warmup`, then is constant or falls as a cosine. The number of warm-up steps is rounded down,
+    where transformers rounds it up, so that a phase of one step trains."""
+    rising = int(warmup * steps)
     rates = []
     for step in range(steps):
         rate = peak

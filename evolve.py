@@ -9,7 +9,7 @@ grows out of what the agent's own episodes show to be weak. After every segment 
     proposals  the finds with a verdict; those that an environment can prove join D
 
 What a pattern of actions is, how an episode becomes a task and how a solution is proved belongs to
-an environment: `tasks.py` in its folder of `worlds/`.
+an environment: `tasks.py` in its folder of `environments/`.
 
     task       what is asked for in an environment, known by its id; D is a set of them
     step       GRPO's iteration: it plays some tasks of D, and trains on what it played
@@ -43,7 +43,7 @@ from torch.distributed.checkpoint import state_dict as states
 
 import coevolve
 import dpo
-from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft
+from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft, usable
 from common import settings as types
 from common.files import read_jsonl, seed_of
 from common.settings import Refused
@@ -54,8 +54,8 @@ from engine.experts import collect_experts, evaluated_tasks
 from engine.models import save
 from engine.records import read, write
 from engine.run import Run
-from worlds import World
-from worlds.expert_files import read_experts, tasks_of
+from environments.expert_files import read_experts, tasks_of
+from envs import Environment
 
 # ------------------------------------------------------------------------------------ the loop
 # Phases read and write files, as in coevolve.py: phase(run, out, *files, **values) writes `out`
@@ -77,7 +77,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     if find is None:
         find = find_tasks
     if s.method == "evolve" or s.start_from == "explore":
-        run.env.task_generator()  # refuses a world without new tasks, before anything runs
+        run.env.task_generator()  # raises Refused before anything runs if there is none
 
     # The agent before its first step; it is pi_ref in all segments.
     reference = run.base
@@ -370,7 +370,7 @@ def learn(
     s = run.settings
     # What filled the context is left out [ours]: fewer than K episodes are compared then.
     dropped = Counter()
-    played = [visit_of(episodes) for episodes in by_task(trajectories, dropped).values()]
+    played = [visit_of(episodes) for episodes in by_task(usable(trajectories, dropped)).values()]
     batches = teaching_batches(played, s.grpo_batch, rng_of(run, "grpo", row["step"]))
     visits = list(itertools.chain(*batches))  # those that teach
 
@@ -666,7 +666,7 @@ class Explored(Trajectory):
     signal: str = ""  # what led the explorer to the task: a kind of signal, `random` or `start`
 
 
-def env_with(run: Run, d: list[dict]) -> World:
+def env_with(run: Run, d: list[dict]) -> Environment:
     """Makes an environment that knows the tasks of D; Refused where their order was changed."""
     env = run.make_env()
     for row in d:
@@ -829,7 +829,7 @@ def refusal(
         return "not of the form that was asked for"
     if len(proposal["text"]) > LONGEST_TEXT:
         return "its text is too long"
-    tells = getattr(generator, "tells", None)  # which not every world's generator has
+    tells = getattr(generator, "tells", None)  # which not every generator has
     if tells and tells(proposal["text"], proposal["solution"]):
         return "its text tells the solution"
     reason = generator.refusal(definition)
@@ -964,17 +964,11 @@ class Settings(Evolution, coevolve.Settings):
             grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12)}
 
 
-def agents_of(s: Settings) -> int:
-    """How many models the folder of a run has in the end: each agent with AdamW's two moments."""
-    return int(s.warm_start == "sft") + 3 * math.ceil(s.grpo_steps / s.evolve_every)
-
-
 METHODS = {
-    "evolve": types.Method(evolve, (Common, Evolution), agents_of,
+    "evolve": types.Method(evolve, (Common, Evolution),
                            "GRPO on tasks that grow out of the weaknesses of the agent",
                            beside=True),
-    "grpo": types.Method(evolve, (Common, NewTasks), agents_of, "GRPO on the start tasks alone",
-                         beside=True),
+    "grpo": types.Method(evolve, (Common, NewTasks), "GRPO on the start tasks alone", beside=True),
 }
 
 

@@ -1,10 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then trains or tests:
-#   bash run.sh webshop [settings]     train and evaluate; --help lists the settings
-#   bash run.sh scienceworld [settings]
-#   bash run.sh intercodesql [settings]
-#   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
-#   bash run.sh appworld --model FOLDER_OR_HUB_NAME [settings]
+#   bash run.sh ENV [settings]         train and evaluate; --help lists the settings; ENV is an
+#                                      environment of those below: bash run.sh webshop
 #   bash run.sh test [pytest options]  run the tests
 #   bash run.sh page RUN               a run as a page, RUN/run.html
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
@@ -13,8 +10,6 @@
 #   bash run.sh study ENV [...]        methods x seeds and one report; --help lists what it takes
 #   bash run.sh learn FILE.jsonl --model FOLDER_OR_HUB_NAME [settings]
 #                                      train on trajectories of your own (docs/library.md)
-#   bash run.sh bench [--quick]        what training and rollouts cost, beside other code
-#   bash run.sh first-gpu              eight minutes of checks and figures of one GPU
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
 # settings is relative to the folder you call this from.
@@ -111,7 +106,16 @@ install_appworld() {
         return 1; }
 }
 
-usage() { sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+environments=
+for file in "$here"/environments/*/__init__.py; do
+    folder=${file%/*}
+    environments+=" ${folder##*/}"
+done
+
+usage() {
+    sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    echo "Environments:$environments"
+}
 
 command=${1:-}
 case $command in
@@ -129,7 +133,7 @@ done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
-commands="webshop scienceworld intercodesql bfcl appworld test page play compare study learn bench first-gpu"
+commands="test page play compare study learn$environments"
 case " $commands " in *" $command "*) ;; *)
     nearest=$("$python" -c 'import difflib, sys
 print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$command" $commands)
@@ -143,7 +147,7 @@ if ! lacks=$(satisfied "$python"); then
     python=$venv/bin/python
 fi
 
-case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the tests can do without
+case "$command ${1:-}" in bfcl* | test* | "play bfcl" | "study bfcl")  # one more package; the tests can do without
     package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
     if ! "$python" "$here/lab/requirements.py" <(echo "$package") >/dev/null 2>&1; then
         { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
@@ -151,7 +155,7 @@ case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the 
     fi
 esac
 
-case "$command ${1:-}" in appworld* | test* | "play appworld")
+case "$command ${1:-}" in appworld* | test* | "play appworld" | "study appworld")
     { if command -v flock >/dev/null; then flock 9; fi
       install_appworld || [ "$command" = test ] || exit 2; } 9>"$here/.venv-appworld.lock" ;;
 esac
@@ -186,16 +190,15 @@ on_all_gpus() {
 }
 
 case $command in
-    page | study | bench) program "lab.$command.$command" "$@" ;;
+    page | study) program "lab.$command.$command" "$@" ;;
     learn) on_all_gpus lab.learn "$@" ;;
     play) program lab.chat.play "$@" ;;
     compare) program lab.study.compare "$@" ;;
-    first-gpu) program lab.bench.first_gpu "$@" ;;
     test)
         cd "$here"
         unset PYTHONSAFEPATH
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
-        exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
+        exec "$python" -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 \
             --dist loadfile --no-loadscope-reorder "$@" ;;
     *) on_all_gpus lab --env "$command" "$@" ;;
 esac

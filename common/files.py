@@ -75,11 +75,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def size(count: float) -> str:
-    """A number of bytes in words."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
 def lock(folder: Path):
     """Keeps other processes out of a run's folder for as long as what it returns is open; Refused
     where one is in it. On a disk that has no locks nobody is kept out."""

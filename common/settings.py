@@ -111,7 +111,6 @@ class Method(NamedTuple):
     """What --method names."""
     loop: Callable    # loop(run)
     reads: tuple      # the settings that it reads: classes of them, or names
-    agents: Callable  # agents(settings) -> how many models, in fp32, its folder has in the end
     about: str        # a line for --help
     beside: bool = False  # whether pi_ref stays beside the model while that is trained
 
@@ -198,7 +197,7 @@ def names_in(reads: tuple) -> set[str]:
 # ---------------------------------------------------------------------------- the command line
 
 
-def words_of(argv: list[str]) -> list[str]:
+def command_words(argv: list[str]) -> list[str]:
     """Returns the words of a command line with ~ expanded in values. Raises Refused if a value is
     empty, as that of an unset variable is, which would silently mean that nothing was given."""
     words = []
@@ -240,7 +239,7 @@ def parse(
     Raises:
         Refused: Something is wrong; the text names all that is.
     """
-    argv = words_of(argv)
+    argv = command_words(argv)
     # The environment is read alone before all else, since it has settings of its own.
     of_env = Parser(add_help=False, allow_abbrev=False)
     of_env.add_argument("--env", default=kind.env)

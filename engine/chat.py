@@ -152,10 +152,6 @@ class Encoder:
         ids = [i for i in ids if i != self.end_of_turn]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-    def read_back(self, text: str) -> str:
-        """What an environment would get of a reply, if an agent sampled the reply's own ids."""
-        return self.decode(self.reply(text)).strip()
-
     def close(self, ids: Ids, stops: tuple[str, ...]) -> tuple[Ids, Ids, str]:
         """Ends a sampled reply, before the first of the texts `stops` that is in it.
 

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 
 from common.settings import Refused, parse
 from engine import words
-from worlds import EnvError, environment, without_passwords
+from environments import environment, without_passwords
+from envs import EnvError
 
 # Errors that are the user's or the machine's, and no bug.
 EXPECTED = (Refused, EnvError, FloatingPointError, OSError, SafetensorError,
@@ -43,7 +44,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
     try:
         settings, options = parse(argv, settings_class, methods, environment, program)
         method = methods[settings.method]
-        run = run_class(settings, options, method.agents(settings), method.beside)
+        run = run_class(settings, options, method.beside)
         gc.freeze()  # else each freeing of memory walks all that was imported, 0.2 s
         method.loop(run)
         run.close()

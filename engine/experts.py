@@ -7,8 +7,8 @@ from common.files import read_jsonl
 from common.settings import Refused
 from dpo import Trajectory, better
 from engine.records import write
-from worlds import World
-from worlds.expert_files import experts
+from environments.expert_files import experts
+from envs import Environment
 
 
 def collect_experts(run, out: Path, file: Path | None = None) -> dict:
@@ -40,12 +40,11 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     best = best_of_tasks(kept)
     if len(best) < len(kept):
         dropped["not the best of its task"] = len(kept) - len(best)
-    say_what_cannot_be_written(run, best)
     write(run, out, best)
     return dict(experts=len(best), dropped=dropped)
 
 
-def evaluated_tasks(env: World, splits: tuple[str, ...]) -> set[str]:
+def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
     """What the evaluated tasks are, since a task may have several ids."""
     found = set()
     for split in splits:
@@ -83,19 +82,3 @@ def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
         if t.task not in best or better(t.reward, best[t.task].reward):
             best[t.task] = t
     return list(best.values())
-
-
-def say_what_cannot_be_written(run, trajectories: list[Trajectory]) -> None:
-    """Says which replies of experts a tokenizer changes. No agent that writes by it can do what
-    they did."""
-    changed = []  # (reply, what an environment would get)
-    for expert in trajectories:
-        for turn in expert.messages:
-            reply = run.encoder.plain(turn["content"])
-            if turn["role"] == "assistant" and run.encoder.read_back(reply) != reply:
-                changed.append((reply, run.encoder.read_back(reply)))
-    if changed:
-        reply, back = changed[0]
-        run.say(f"{run.name}: the tokenizer changes {len(changed)} replies of experts, so that no "
-                f"agent can write them; the first, {reply!r}, becomes {back!r}; use a --model "
-                "whose tokenizer keeps such texts")

@@ -39,10 +39,11 @@ def take(run, branch: str, now: dict) -> dict:
         if not (source / done).exists():
             raise Refused(f"--branch {branch}: {source / done} is not there any more")
         copy(source / done, run.folder / done)
-        taken[done] = row | {"from": row.get("from", str(source))}
+        taken[done] = row
     run.say(f"{len(taken)} outputs are taken from {source}, up to {output}; other settings: "
             f"{', '.join(others) or 'none'}")
-    return dict(branch=dict(run=str(source), output=output, settings=others), taken=taken)
+    record = dict(run=str(source), output=output, seed=before["seed"], settings=others)
+    return dict(branch=record, taken=taken)
 
 
 def copy(source: Path, target: Path) -> None:

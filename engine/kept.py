@@ -58,13 +58,6 @@ class Kept:
         self.tokens = tokens
         self.shape = (slots, rounded(max_tokens + 1))  # (R, columns); the last one takes padding
         self.rows = []                                 # in use
-        # On a GPU rows attend together, and stand at the front of the cache. On a CPU each does by
-        # itself, wherever it stands, and to no more columns than it has, once a first pass has
-        # shown that the model's code hands its attention what it needs for that.
-        grouped = model.config._attn_implementation == "grouped"
-        self.speaks = grouped and model.device.type == "cpu"
-        self.is_heard = False
-        self.by_row = False
         # A reference that does not count, else the cache would outlive whoever uses it.
         self.cache = Cache(layer_class_to_replicate=partial(Layer, proxy(self)))
         self.windows = windows_of(model.config)
@@ -75,9 +68,8 @@ class Kept:
         told = {rng: t.ids for t, rng in asked}
         del self.rows[self.to_front(lambda row: row.reply.rng in told):]
         known = {row.reply.rng for row in self.rows}
-        free = sorted({*range(self.shape[0])} - {row.place for row in self.rows})
         come = [rng for rng in told if rng not in known]
-        self.rows += [Row(Reply(rng), place, []) for rng, place in zip(come, free)]
+        self.rows += [Row(Reply(rng), place, []) for place, rng in enumerate(come, len(self.rows))]
 
         # All that is new is read: observations, and of what the model wrote the last token.
         new = []
@@ -102,7 +94,7 @@ class Kept:
         come = [n for n, row in enumerate(self.rows[count:], count) if wanted(row)]
         for a, b in zip(leave, come):
             self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
-        if leave and not self.by_row:
+        if leave:
             width = max(len(row.held) for row in self.rows)
             to = self.tensor(leave + come)
             of = self.tensor(come + leave)
@@ -149,13 +141,10 @@ class Kept:
         self.places = self.tensor(places)                                              # (B,)
         self.columns = self.tensor(columns)                                            # (B, n)
         positions = self.columns.clamp(min=0)                                          # (B, n)
-        self.running = rows
-        self.by_row = self.is_heard
-        told = dict(kept=self) if self.speaks else {}
         return self.model(
             input_ids=self.tensor(ids), position_ids=positions,
             attention_mask=self.masks(positions), past_key_values=self.cache, use_cache=True,
-            logits_to_keep=1, **told).logits[:, -1]
+            logits_to_keep=1).logits[:, -1]
 
     def masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """What is added to the scores of tokens at these positions, (B, 1, n, C): nothing where
@@ -195,8 +184,6 @@ class Layer(CacheLayerMixin):
         at = self.at
         self.keys[at.places[:, None], :, at.columns] = key.transpose(1, 2)
         self.values[at.places[:, None], :, at.columns] = value.transpose(1, 2)
-        if at.by_row:
-            return self.keys, self.values
         keys = self.keys[:, :, :at.width]
         values = self.values[:, :, :at.width]
         if at.are_first:
@@ -213,21 +200,10 @@ class Layer(CacheLayerMixin):
         return self.at.shape[1]
 
 
-def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, kept=None, **options):
+def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
     """Attention of transformers, but for one new token of each row: there the G queries of a head
-    of keys stand side by side, (B, H / G, G, d), so that no key is read or copied G times. kept:
-    the `Kept` that runs the model, on a CPU."""
+    of keys stand side by side, (B, H / G, G, d), so that no key is read or copied G times."""
     mask = attention_mask
-    if kept:
-        kept.is_heard = True
-        if kept.by_row:
-            rows = []
-            for n, row in enumerate(kept.running):
-                at = slice(row.place, row.place + 1), slice(None), slice(len(row.held))
-                out, _ = attend(module, query[n:n + 1], key[at], value[at],
-                                mask[n:n + 1, :, :, at[2]], **options)                # (1, n, H, d)
-                rows.append(out)
-            return torch.cat(rows), None
     if query.shape[2] > 1 or mask is None or mask.shape[1] > 1:
         sdpa = AttentionInterface._global_mapping["sdpa"]
         return sdpa(module, query, key, value, mask, **options)

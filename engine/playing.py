@@ -1,4 +1,4 @@
-"""Playing: many episodes side by side, each of which is played again where its world breaks.
+"""Playing: many episodes side by side, each of which is played again if its environment fails.
 
 `Run.play` calls `play`; so does whoever lets an endpoint or a person answer.
 """
@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from envs import episode
-from worlds import EnvError, World
+from envs import EnvError, Environment, episode
 
 # Seconds before an episode whose environment broke is played again; a server's restart takes some.
 WAITS = [0.5, 5.0, 25.0]
 
 
 def play(
-    make_env: Callable[[], World],
+    make_env: Callable[[], Environment],
     encoder,
     trajectories: list,
     answer: Callable,
@@ -77,8 +76,8 @@ def go_on(running, sent):
         return None
 
 
-def episode_again(env: World, encoder, t, max_tokens: int):
-    """`episode`, played again from its start where its environment breaks. Worlds and random
+def episode_again(env: Environment, encoder, t, max_tokens: int):
+    """`episode`, played again from its start where its environment breaks. Environments and random
     numbers repeat, so that it is the same one. EnvError: it broke once more after all WAITS."""
     for wait in [*WAITS, None]:
         try:

@@ -28,7 +28,7 @@ from engine.records import named, write
 from engine.sampling import Draw
 from engine.tracking import Tracking
 from engine.words import sentence
-from worlds import make
+from environments import make
 
 # How a model is asked with which nothing is wrong, see `engine.trial`.
 FASTEST = dict(replies="kept", passes=[*trial.PASSES])
@@ -37,13 +37,12 @@ FASTEST = dict(replies="kept", passes=[*trial.PASSES])
 class Run:
     """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
 
-    def __init__(self, settings, options, agents: int = 0, beside: bool = False,
+    def __init__(self, settings, options, beside: bool = False,
                  make_env: Callable | None = None):
         """
         Args:
             settings: All of them.
             options: Those of the environment.
-            agents: How many models, in fp32, the folder has in the end.
             beside: Whether pi_ref stays beside a model while that is trained.
             make_env: What makes environments, if not the settings do.
         """
@@ -62,7 +61,7 @@ class Run:
                        "all": ("validation", *self.env.test_splits)}[s.eval_splits]
         self.open_base()
         self.machine.plan(s, self.config, self.parameters, beside)
-        self.open_folder(agents)
+        self.open_folder()
 
     def open_base(self) -> None:
         """Reads what is to be known of the model that training starts from, but its weights."""
@@ -81,7 +80,7 @@ class Run:
         given = self.settings.failure_from
         return {"--model": self.base} | ({"--failure-from": Path(given)} if given else {})
 
-    def open_folder(self, agents: int) -> None:
+    def open_folder(self) -> None:
         """Opens the folder, which is new or that of a run with the same settings; else Refused."""
         s = self.settings
         config = self.folder / "config.json"
@@ -114,7 +113,6 @@ class Run:
                          if (self.folder / output).exists()}
         self.machine.wait()
         if self.main:
-            check_disk(self, agents)
             write_json(config, begun | dict(settings=begun["settings"] | now))
             write_json(phases, self.recorded)
         self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
@@ -359,19 +357,6 @@ def check_reads_alike(run: Run, agent: Path) -> None:
         raise Refused(f"--failure-from {agent}: its tokenizer or chat template is not that of "
                       f"--model {run.base}, by which episodes are written; give an agent of that "
                       "model")
-
-
-def check_disk(run: Run, agents: int) -> None:
-    """Refused where the disk has no room for the agents that the run has yet to write, in fp32."""
-    needed = 4 * run.parameters * agents
-    for output in run.recorded:  # in a folder that goes on
-        for file in (run.folder / output).glob("*"):
-            if file.suffix in (".safetensors", ".pt"):
-                needed -= file.stat().st_size
-    free = shutil.disk_usage(run.folder).free
-    if needed > free:
-        raise Refused(f"--out {run.folder}: {files.size(free)} are free, and the run writes "
-                      f"{files.size(needed)} more; give a folder on another disk")
 
 
 def ways_of(run: Run, model: Path) -> dict:

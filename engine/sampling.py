@@ -151,7 +151,6 @@ def replies(
     max_new_tokens: int,
     asked: list[tuple[Ids, random.Random]],
     alone: bool = False,
-    cache: bool = True,
 ) -> list[Sampled]:
     """Samples a reply to each conversation, by `generate` of transformers.
 
@@ -161,7 +160,6 @@ def replies(
         max_new_tokens: Of a reply at most.
         asked: Of each conversation the ids so far, and its own random numbers.
         alone: One conversation at a time, not all side by side.
-        cache: Whether keys and values of what was read are kept.
 
     Returns:
         Of each reply its ids, and the log-probability of each as the sampler had it, in nats; none
@@ -169,9 +167,9 @@ def replies(
     """
     at_once = 1 if alone else len(asked)
     end = draw.encoder.end_of_turn
-    options = dict(do_sample=False, use_cache=cache, max_new_tokens=max_new_tokens,
+    options = dict(do_sample=False, use_cache=True, max_new_tokens=max_new_tokens,
                    eos_token_id=end, pad_token_id=end)
-    if cache and max(len(ids) for ids, _ in asked) > CHUNK:
+    if max(len(ids) for ids, _ in asked) > CHUNK:
         options["prefill_chunk_size"] = CHUNK
     found = []
     for first in range(0, len(asked), at_once):

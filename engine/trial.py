@@ -1,12 +1,9 @@
 """A trial: how a model has to be asked, so that its log-probabilities are right.
 
 A new run tries each model that plays or trains, and keeps the verdict in its config.json.
-
-    python -m engine.trial MODEL        # prints it, and a conversation with its action mask
 """
 
 import random
-import sys
 from collections.abc import Callable
 
 import torch
@@ -22,8 +19,8 @@ RIGHT = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faul
 SHORT = 24    # tokens of the shortest text
 NEW = 6       # tokens of a reply
 # Ways of replying, the fastest first: rows of a cache that is kept over turns; else `generate`,
-# side by side with a cache of one turn, or one at a time, or without a cache.
-REPLIES = ("kept", "side by side", "alone", "without a cache")
+# side by side with a cache of one turn, or one at a time.
+REPLIES = ("kept", "side by side", "alone")
 # Ways of passes: with beginnings that are shared, or rows that are padded; else one at a time.
 PASSES = ("shared", "padded")
 # What a model's code raises where it lacks a way of being run. Disk and driver are not among them.
@@ -136,8 +133,7 @@ def answer_of(way: str, model, draw: Draw, slots: int, max_tokens: int, max_new_
 
     def reply(asked):
         conversations = [(t.ids, rng) for t, rng in asked]
-        return replies(model, draw, max_new_tokens, conversations, alone=way != "side by side",
-                       cache=way != "without a cache")
+        return replies(model, draw, max_new_tokens, conversations, alone=way == "alone")
 
     return reply
 
@@ -158,27 +154,3 @@ def error_of_passes(model, texts: list[Ids], passes: str) -> float:
     for own, text in zip(found.split([len(values) for values in plain]), plain):
         errors.append((own - text).abs().mean().item())
     return max(errors)
-
-
-def show(name: str) -> None:
-    """Prints how a model has to be asked, and a conversation, an agent's own tokens in green."""
-    folder = models.folder_of(name)
-    model = models.read_model(folder).eval()
-    encoder = models.read_encoder(folder)
-    print(trial(model, encoder, min(4096, models.positions_of(model.config))))
-    messages = [dict(role="user", content="Find a red mug."),
-                dict(role="assistant", content="search[red mug]"),
-                dict(role="user", content="1. Red Mug, $5"),
-                dict(role="assistant", content="click[Buy Now]")]
-    ids, mask = encoder.encode(messages, opening=1)
-    for token, is_action in zip(ids, mask):
-        color = "\033[32m" if is_action else "\033[90m"
-        print(f"{color}{encoder.tokenizer.decode([token])}\033[0m", end="|")
-    print()
-
-
-if __name__ == "__main__":
-    try:
-        show(sys.argv[1])
-    except (IndexError, Refused) as error:
-        sys.exit(f"python -m engine.trial MODEL: {error}")

@@ -6,7 +6,7 @@ from collections import defaultdict
 SHARES = {"success": "solved", "hard": "hard failures", "idle": "idle replies",
           "budget": "out of turns"}
 # What is recorded of a phase beside what it found.
-RECORDS = {"i", "seconds", "first_loss"}
+RECORDS = {"i", "first_rollout", "seconds", "first_loss"}
 
 
 def sentence(output: str, row: dict) -> str:
@@ -17,8 +17,7 @@ def sentence(output: str, row: dict) -> str:
         if name not in RECORDS and isinstance(value, (int, float, dict)):
             parts.append(phrase(name, value, row))
     minutes, seconds = divmod(round(row["seconds"]), 60)
-    taken = "  taken over" if "from" in row else ""
-    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}{taken}"
+    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}"
 
 
 def phrase(name: str, value, row: dict) -> str:
@@ -79,5 +78,5 @@ def table(done: dict[str, dict]) -> list[str]:
         elif "episodes" in row and output.endswith(".jsonl"):
             kind = "evaluated" if "split" in row else "explored"
             kinds[kind].append(sentence(output, row))
-    seconds = sum(row["seconds"] for row in done.values() if "from" not in row)
+    seconds = sum(row["seconds"] for row in done.values())
     return [*kinds["pairs"], *kinds["explored"], *kinds["evaluated"], f"{seconds:,.0f} s in all"]

@@ -9,9 +9,9 @@ from pathlib import Path
 from common.settings import Parser, flag
 from engine import command, models
 from engine.run import Run
+from lab import smollm2
 from lab.chat.evaluate import is_endpoint
 from lab.page import page, report
-from lab.pretrain import smollm2
 from lab.runfiles import run_with, way_of
 from lab.settings import METHODS, Settings
 

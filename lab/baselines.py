@@ -16,15 +16,25 @@ import torch
 from torch import Tensor
 
 import dpo
-from coevolve import Common, by_task, evaluations, explore, given_experts, outcomes, train_sft
+from coevolve import (
+    Common,
+    by_task,
+    evaluations,
+    explore,
+    given_experts,
+    outcomes,
+    train_sft,
+    usable,
+)
 from common.files import seed_of
 from common.settings import Count, Method, Rate, Stated, Weight, Whole
 from dpo import Trajectory, action_count
 from engine.experts import collect_experts
 from engine.records import read, write
 from engine.run import Run
+from environments import first_reply
+from envs import Environment
 from evolve import Visit, advantage_of_tokens, note_log_probs
-from worlds import World, first_reply
 
 # -------------------------------------------------------------------------------- RFT and DART
 
@@ -79,13 +89,13 @@ def join_successes(run: Run, out: Path, experts: Path, played: list[Path]) -> di
     """Writes the experts and the sampled successes."""
     dropped = Counter()
     known = read(experts)
-    joined = join(known, by_task(read(*played), dropped), dropped, run.env)
+    joined = join(known, by_task(usable(read(*played), dropped)), dropped, run.env)
     write(run, out, joined)
     return dict(experts=len(known), successes=len(joined) - len(known), dropped=dropped)
 
 
 def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], dropped: Counter,
-         env: World) -> list[Trajectory]:
+         env: Environment) -> list[Trajectory]:
     """Adds new successes to the experts.
 
     Args:
@@ -119,7 +129,7 @@ def parts_of(t: Trajectory) -> tuple[list[dict], list[dict]]:
     return t.messages[:n], t.messages[n:]
 
 
-def actions(t: Trajectory, env: World) -> tuple[str, ...]:
+def actions(t: Trajectory, env: Environment) -> tuple[str, ...]:
     """A trajectory's task and actions."""
     found = [t.task]
     for turn in parts_of(t)[1]:
@@ -164,7 +174,7 @@ def train_ppo(run: Run, out: Path, agent: Path, first: Path, played: Path, name:
     """
     s = run.settings
     dropped = Counter()
-    visits = with_advantages(by_task(read(played), dropped), dropped)
+    visits = with_advantages(by_task(usable(read(played), dropped)), dropped)
     if not visits:
         run.say(f"{run.name}: no two rollouts of a task to compare, since {dict(dropped)}; the "
                 "agent stays as it is")
@@ -248,11 +258,11 @@ class Baselines(Stated):
 
 
 METHODS = {
-    "rft": Method(rft, (Common, "temperature", "rollouts"), lambda s: 2,
+    "rft": Method(rft, (Common, "temperature", "rollouts"),
                   "SFT once more, with the agent's own successes"),
-    "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"), lambda s: 2,
+    "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"),
                    "RFT with more rollouts where successes are rare"),
     "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup",
                         "ppo_epochs", "ppo_batch", "ppo_lr", "ppo_clip", "ppo_kl"),
-                  lambda s: 1 + s.iterations, "PPO on the agent's own episodes"),
+                  "PPO on the agent's own episodes"),
 }

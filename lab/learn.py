@@ -25,16 +25,17 @@ from common import files
 from common.settings import Free, Method, OldFile, Refused, names_in, parse
 from dpo import Trajectory, better
 from engine import command, fork, models
-from engine.experts import best_of_tasks, say_what_cannot_be_written
+from engine.experts import best_of_tasks
 from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
 from engine.run import Run
 from engine.words import phrase
+from environments import Options, first_reply
+from environments.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
+from environments.user_files import reading
+from envs import Environment
 from lab import runfiles
 from lab.page import page, report
-from worlds import Options, World, first_reply
-from worlds.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
-from worlds.user_files import reading
 
 MUST = "task, messages of role and content, reward from 0 to 1, and agent if there are two"
 
@@ -89,7 +90,6 @@ def best(run: Run, out: Path, file: Path) -> dict:
     if not experts:
         raise Refused(f"{file}: no expert is left: {dict(dropped)}; lower --expert-min-reward "
                       f"{least}, or raise --max-tokens {run.settings.max_tokens}")
-    say_what_cannot_be_written(run, list(experts.values()))
     write(run, out, list(experts.values()))
     return dict(experts=len(experts), dropped=+dropped)
 
@@ -111,16 +111,19 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
     agents = [name for name in played if name != "expert" and read(played[name])]
     of_target = [played[name] for name in agents[:1]]
     of_rest = [file for file in played.values() if file not in of_target]
-    target = coevolve.by_task(read(*of_target), dropped)
-    rest = coevolve.by_task(read(*of_rest), dropped)
+    target = coevolve.by_task(read(*of_target))
+    rest = coevolve.by_task(read(*of_rest))
     pairs = []
     for expert in read(experts):
         own, more = target[expert.task], rest[expert.task]
         pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)
-        candidates = itertools.product(own, more)
+        candidates = list(itertools.product(own, more))
         if len(agents) < 2:
-            candidates = itertools.combinations(more + own, 2)
-        pairs += coevolve.ordered_failures(candidates, dropped)
+            candidates = list(itertools.combinations(more + own, 2))
+        for pair in coevolve.ordered_failures(candidates, dropped):
+            if s.failure_pair_weights == "rollouts":  # as in coevolve.d_tgt
+                pair.weight = 1.0 / len(candidates)
+            pairs.append(pair)
     write_pairs(run, out, pairs)
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
 
@@ -128,7 +131,7 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
 # ------------------------------------------------------------------------------ the trajectories
 
 
-class Recorded(World):
+class Recorded(Environment):
     """In place of an environment: of its tasks there are trajectories, and nothing is played."""
     name = "learn"
     splits = {}
@@ -205,8 +208,8 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
 READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens", "sft_epochs",
          "sft_batch", "sft_lr", "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs",
          "dpo_steps", "dpo_batch", "dpo_lr", "dpo_warmup", "beta", "lambda_dpo",
-         "lambda_sft", "log_prob", "reference", "normalise", "expert_beaten",
-         "pair_weights", "cut_turns", "rejected_ends", MachineSettings)
+         "lambda_sft", "log_prob", "reference", "denominator", "expert_beaten",
+         "pair_weights", "failure_pair_weights", "cut_turns", "rejected_ends", MachineSettings)
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ class Settings(coevolve.Settings):
         return [(self.file is None, "FILE", "give the file of trajectories first")]
 
 
-METHODS = {"learn": Method(learn, READS, lambda s: 2, "SFT on the best trajectory of each task, "
+METHODS = {"learn": Method(learn, READS, "SFT on the best trajectory of each task, "
                            "then preferences between it and the others")}
 
 
@@ -243,7 +246,7 @@ def main(argv: list[str]) -> None:
     # What is wrong with the trajectories is said before a model is loaded.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)
-    run = Run(replace(s, out=str(out / "run")), options, agents=2, make_env=Recorded)
+    run = Run(replace(s, out=str(out / "run")), options, make_env=Recorded)
     run.trajectories = trajectories
     run.dropped = dropped
     learn(run)

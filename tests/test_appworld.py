@@ -17,11 +17,12 @@ import pytest
 from conftest import ROOT, wait_until
 
 from common.settings import Refused
-from worlds import EnvError, converse, environment, make
-from worlds.appworld import data, judging, processes
-from worlds.appworld.data import MOST_REPLIES, calls_in, parts, small_world
-from worlds.appworld.tasks import DONE, TaskGenerator
-from worlds.appworld.world import FORM, block, code_of
+from environments import converse, environment, make
+from environments.appworld import data, judging, processes
+from environments.appworld.data import MOST_REPLIES, calls_in, parts, small_world
+from environments.appworld.environment import FORM, block, code_of
+from environments.appworld.tasks import DONE, TaskGenerator
+from envs import EnvError
 
 NOBODY = 1234  # any user but root
 
@@ -115,7 +116,7 @@ def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
             for key, value in told.items():
                 source = source.replace(f"{{{key}}}", str(value))
             tries[name] = source
-        given = json.dumps([str(ROOT / "worlds/appworld"), user, tries])
+        given = json.dumps([str(ROOT / "environments/appworld"), user, tries])
         with subprocess.Popen([sys.executable, "-I", "-c", TRYING, given],
                               stdout=subprocess.PIPE, text=True) as run:
             found = json.loads(run.stdout.readline())
@@ -126,7 +127,7 @@ def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
     for name, (_, wanted) in TRIES.items():
         assert re.search(wanted, found[name]), (name, found[name])
     assert len(inside) == 2
-    wait_until(lambda: gone(inside))
+    wait_until(lambda: gone(inside), "the processes inside to end")
 
 
 def gone(found) -> bool:
@@ -159,7 +160,7 @@ def served(tmp_path, monkeypatch):
     servers = []
 
     def start(more=""):
-        source = CHILD.format(folder=str(ROOT / "worlds/appworld"), more=more)
+        source = CHILD.format(folder=str(ROOT / "environments/appworld"), more=more)
         (tmp_path / "child.py").write_text(source)
         monkeypatch.setattr(processes, "__file__", str(tmp_path / "processes.py"))
         try:
@@ -205,10 +206,10 @@ def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
         with pytest.raises(processes.Gone, match=reason) as caught:
             episode.run(code)
         assert len(inside) == 2 and len(str(caught.value).encode()) <= 500
-        wait_until(lambda: gone(inside))
+        wait_until(lambda: gone(inside), "the processes inside to end")
     assert other.run("send(output='yes', done=True, calls=[])") == processes.Ran("yes", True, [])
     other.end()
-    wait_until(lambda: not processes_of(server))
+    wait_until(lambda: not processes_of(server), "the server's processes to end")
 
 
 def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served):
@@ -217,7 +218,7 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
         episode = processes.Episode(server, "a", "x")
         inside = processes_of(server)
         (server.process if which is None else inside[which]).kill()
-        wait_until(lambda: gone(inside))
+        wait_until(lambda: gone(inside), "the processes inside to end")
         with pytest.raises(EnvError, match="was killed"):
             episode.run("send(output='')")
         episode.end()  # once more
@@ -233,7 +234,7 @@ def test_what_does_not_start_or_end_is_said_and_leaves_no_process(served, tmp_pa
             processes.Episode(server, "a", "x")
     monkeypatch.setattr(processes, "JUDGING", 0.3)
     assert "no answer in" in server.once("judge", "a", changes={})["error"]
-    wait_until(lambda: not processes_of(server))
+    wait_until(lambda: not processes_of(server), "the server's processes to end")
     with pytest.raises(EnvError, match="does not start"):
         served("child.serve = lambda: None")
 
@@ -256,7 +257,7 @@ def test_a_killed_run_leaves_no_process(served, tmp_path):
     source = f"""if True:
         import sys
         sys.path.insert(0, {str(ROOT)!r})
-        from worlds.appworld import processes
+        from environments.appworld import processes
         processes.__file__ = {str(tmp_path / "processes.py")!r}
         server = processes.Server(sys.executable, {str(tmp_path)!r})
         episodes = [processes.Episode(server, "a", "x") for _ in range(2)]
@@ -269,7 +270,7 @@ def test_a_killed_run_leaves_no_process(served, tmp_path):
     run.send_signal(signal.SIGKILL)
     run.wait()
     run.stdout.close()
-    wait_until(lambda: gone(inside))
+    wait_until(lambda: gone(inside), "the processes inside to end")
 
 
 # ---------------------------------------------------------------- new tasks, without the package
@@ -316,7 +317,7 @@ NOTE = 'apis.notes.create_note(title="Milk")'
 
 @pytest.fixture
 def generator(served, monkeypatch, tmp_path):
-    """A generator of tasks in that world, with a training task "a"; `late`: which of the next
+    """A generator of tasks in that env, with a training task "a"; `late`: which of the next
     replies of its episodes are late, the next one last."""
     served().end()
     server = served(NOTES)
@@ -478,7 +479,7 @@ def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def world():
+def env():
     """The small world's environment; a skip where the package is not, or nothing is shut in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "SECONDS", 3)
@@ -544,94 +545,94 @@ PROBES = {
 }
 
 
-def test_probes_reach_no_answer_no_file_no_network_and_no_process(world, monkeypatch):
+def test_probes_reach_no_answer_no_file_no_network_and_no_process(env, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "a secret")
-    task = of_family(world, "test", "contact-number")
-    start, root = world.find(task)["start"], small_world()
+    task = of_family(env, "test", "contact-number")
+    start, root = env.find(task)["start"], small_world()
     answer = json.loads((root / "data/tasks" / start / "ground_truth/answer.json").read_text())
     secrets = [str(answer), "root:x:", socket.gethostname(), "SECRET_OF_THE_RUN"]
     library, = data.VENV.glob("lib/python3*/site-packages")
-    world.reset(task)
-    world.step(block("import json\njson.leak = 2\nleak = 3\ngot = __import__('_io')\n"
+    env.reset(task)
+    env.step(block("import json\njson.leak = 2\nleak = 3\ngot = __import__('_io')\n"
                      "got.FileIO('/tmp/leak', 'w').close()"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         told = dict(root=root, task=start, port=server.getsockname()[1], project=ROOT, library=library,
-                    other=world.find(world.tasks("train")[0])["start"])
+                    other=env.find(env.tasks("train")[0])["start"])
         for probe, wanted in PROBES.items():
-            step = world.step(block(f"{GOT}print({probe.format(**told)})"))
-            world._replies = 1  # one episode for all
+            step = env.step(block(f"{GOT}print({probe.format(**told)})"))
+            env._replies = 1  # one episode for all
             said = step.observation.strip()
             assert not step.done and re.search(wanted.format(**told), said), (probe, said[-500:])
             assert not any(secret in said for secret in secrets), (probe, said[-500:])
-    world.reset(task)
+    env.reset(task)
     leaks = "import json\nprint(hasattr(json, 'leak'), 'leak' in globals(), __import__('os').access('/tmp/leak', 0))"
-    assert world.step(block(leaks)).observation.strip() == "False False False"
-    assert converse(world, world.reset(task), world.expert())[1] == 1
+    assert env.step(block(leaks)).observation.strip() == "False False False"
+    assert converse(env, env.reset(task), env.expert())[1] == 1
 
 
-def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(world):
+def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(env):
     firsts = {}
     for split in ("test", "unseen"):
-        for task in world.tasks(split):
+        for task in env.tasks(split):
             firsts.setdefault(task.removeprefix(f"appworld-{split}-").partition(f"-{split}-")[0], task)
     assert len(firsts) == 6
     for task in firsts.values():
-        messages, reward = converse(world, world.reset(task), world.expert())
+        messages, reward = converse(env, env.reset(task), env.expert())
         assert reward == 1, messages
-    assert converse(world, world.reset(task), world.expert())[0] == messages  # it repeats
-    code = world.solution(world.find(task))
+    assert converse(env, env.reset(task), env.expert())[0] == messages  # it repeats
+    code = env.solution(env.find(task))
     for less in (code[-1:], [*code[:-2], code[-1]], [DONE]):
-        step = play(world, task, less)
+        step = play(env, task, less)
         assert not step.done or step.reward == 0
 
 
-def test_more_than_was_asked_for_is_not_what_was_asked_for(world, monkeypatch):
-    task, code = alarm(world)
+def test_more_than_was_asked_for_is_not_what_was_asked_for(env, monkeypatch):
+    task, code = alarm(env)
     more = 'apis.phone.create_alarm(access_token=token, time="01:01", label="more")'
     reading = "print(apis.phone.show_alarms(access_token=token))"
-    assert play(world, task, [*code[:-1], reading, *code[-1:]]).reward == 1
-    assert play(world, task, [*code[:-1], more, *code[-1:]]).reward == 0
+    assert play(env, task, [*code[:-1], reading, *code[-1:]]).reward == 1
+    assert play(env, task, [*code[:-1], more, *code[-1:]]).reward == 0
     later = re.sub(r"time='\d\d", "time='23", code[2])
-    move = of_family(world, "unseen", "alarm-move")
+    move = of_family(env, "unseen", "alarm-move")
     renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
-    *found, done = world.solution(world.find(move))
-    assert play(world, move, [*found, renamed, done]).reward == 0
-    assert play(world, task, [*code[:2], later, *code[3:]]).reward == 0
-    monkeypatch.setattr(world, "share_of_tests", True)
-    assert play(world, task, code[-1:]).reward == pytest.approx(1 / 3)
-    assert play(world, task, [*code[:2], later, *code[3:]]).reward == pytest.approx(2 / 3)
+    *found, done = env.solution(env.find(move))
+    assert play(env, move, [*found, renamed, done]).reward == 0
+    assert play(env, task, [*code[:2], later, *code[3:]]).reward == 0
+    monkeypatch.setattr(env, "share_of_tests", True)
+    assert play(env, task, code[-1:]).reward == pytest.approx(1 / 3)
+    assert play(env, task, [*code[:2], later, *code[3:]]).reward == pytest.approx(2 / 3)
 
 
-def test_an_episode_ends_after_thirty_replies_or_with_its_process(world):
-    world.reset(world.tasks("train")[0])
-    steps = [world.step("I think.") for _ in range(MOST_REPLIES)]
+def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
+    env.reset(env.tasks("train")[0])
+    steps = [env.step("I think.") for _ in range(MOST_REPLIES)]
     assert [step.done for step in steps] == [False] * 29 + [True]
     assert {step.observation for step in steps} == {FORM} and steps[-1].reward == 0
-    task, code = alarm(world)
-    world.reset(task)
-    step = world.step(block("__import__('ctypes').CDLL(None)._exit(0)"))
+    task, code = alarm(env)
+    env.reset(task)
+    step = env.step(block("__import__('ctypes').CDLL(None)._exit(0)"))
     assert (step.reward, step.done) == (0, True) and "The episode is over" in step.observation
-    assert play(world, task, code).reward == 1
+    assert play(env, task, code).reward == 1
 
 
-def test_changes_that_are_none_fail_the_episode_alone(world, monkeypatch):
-    task, _ = alarm(world)
-    changes = data.start_changes(small_world(), world.find(task)["start"])
+def test_changes_that_are_none_fail_the_episode_alone(env, monkeypatch):
+    task, _ = alarm(env)
+    changes = data.start_changes(small_world(), env.find(task)["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
-        assert world.judge.share(world.find(task), {**changes, "phone.jsonl": bad}) == 0
-    assert world.judge.share(world.find(task), {}) == 0
-    monkeypatch.setattr(world.judge, "_tests", lambda task, changes: dict(error="no tests"))
+        assert env.judge.share(env.find(task), {**changes, "phone.jsonl": bad}) == 0
+    assert env.judge.share(env.find(task), {}) == 0
+    monkeypatch.setattr(env.judge, "_tests", lambda task, changes: dict(error="no tests"))
     with pytest.raises(EnvError, match="can't be judged: no tests"):
-        world.judge.share(world.find(task), changes)
+        env.judge.share(env.find(task), changes)
 
 
-def test_splits_repeat_nothing_and_the_official_layout_plays(world, tmp_path):
+def test_splits_repeat_nothing_and_the_official_layout_plays(env, tmp_path):
     root = small_world()
-    assert {split: len(tasks) for split, tasks in world.splits.items()} == {
+    assert {split: len(tasks) for split, tasks in env.splits.items()} == {
         "train": 72, "validation": 36, "test": 36, "unseen": 42}
-    keys = [key for tasks in world.splits.values() for key in tasks]
+    keys = [key for tasks in env.splits.values() for key in tasks]
     asked = [(root / "data/tasks" / key / "specs.json").read_text() for key in keys]
-    assert len({*keys}) == len({*asked}) == len(keys) and world.test_splits == ("test", "unseen")
+    assert len({*keys}) == len({*asked}) == len(keys) and env.test_splits == ("test", "unseen")
 
     given = tmp_path / "data/datasets"
     given.mkdir(parents=True)
@@ -649,41 +650,41 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(world, tmp_path):
     assert official.tasks("validation") == [f"appworld-validation-{key}" for key in keys[3:6]]
 
 
-def test_a_new_task_is_judged_exactly(world):
-    generator = world.task_generator()
-    task = of_family(world, "train", "note-more")
-    code = world.solution(world.find(task))
+def test_a_new_task_is_judged_exactly(env):
+    generator = env.task_generator()
+    task = of_family(env, "train", "note-more")
+    code = env.solution(env.find(task))
     found, = generator.finds(task, ["I look.", *map(block, code)], random.Random(0))
     assert found["template"] and found["solution"] == [*map(block, [*code[:-1], DONE])]
     assert 'added_content = "' in found["text"] and "token" not in found["text"]
     assert generator.refusal(found["task"]) is None and generator.verify(found) is None
 
-    made = world.add(found["task"])
-    page = world.reset(made)
-    assert found["text"] in page and converse(world, page, world.expert())[1] == 1
-    shown = play(world, made, ["print(apis.supervisor.show_active_task()['instruction'])"])
+    made = env.add(found["task"])
+    page = env.reset(made)
+    assert found["text"] in page and converse(env, page, env.expert())[1] == 1
+    shown = play(env, made, ["print(apis.supervisor.show_active_task()['instruction'])"])
     assert shown.observation.strip() == found["text"]
     for wrong in ([*code[:-2], code[-1]], [*code[:-1], code[-2], code[-1]],
                   [*code[:-1], "apis.supervisor.complete_task(answer=3)"]):
-        assert play(world, made, wrong).reward == 0
+        assert play(env, made, wrong).reward == 0
 
-    start = world.find(of_family(world, "train", "alarm-new"))["start"]
-    code = world.solution(dict(start=start))
-    made = world.add(dict(start=start, text="An alarm, please.", code=code))
+    start = env.find(of_family(env, "train", "alarm-new"))["start"]
+    code = env.solution(dict(start=start))
+    made = env.add(dict(start=start, text="An alarm, please.", code=code))
     later = re.sub(r"time='\d\d", "time='23", code[2])
-    assert play(world, made, code).reward == 1
-    assert play(world, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
+    assert play(env, made, code).reward == 1
+    assert play(env, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
 
 
 WISHES = ["Do the things that I need.", "Please help me with this!", "Log in to my account and do it.", "", "Go ahead.",
           "Use my apps to do what I want.", "Complete my task and answer me.", "Call the necessary functions, please"]
 
 
-def test_what_people_ask_for_says_all_and_tells_nothing(world):
-    generator, families = world.task_generator(), set()
-    for task in world.tasks("train"):
-        start = world.find(task)["start"]
-        text, code = data.specs(small_world(), start)["instruction"], world.solution(dict(start=start))
+def test_what_people_ask_for_says_all_and_tells_nothing(env):
+    generator, families = env.task_generator(), set()
+    for task in env.tasks("train"):
+        start = env.find(task)["start"]
+        text, code = data.specs(small_world(), start)["instruction"], env.solution(dict(start=start))
         asked = dict(start=start, text=f"So: {text}", code=code)
         assert generator.refusal(asked) is None and not generator.tells(text, [*map(block, code)]), text
         for wish in WISHES:
@@ -691,6 +692,6 @@ def test_what_people_ask_for_says_all_and_tells_nothing(world):
         family = start.partition("-train-")[0]
         if family not in families:
             families.add(family)
-            trace = world.judge.trace(asked, code)
+            trace = env.judge.trace(asked, code)
             assert generator._says_all(asked, trace), text
             assert not generator._says_all({**asked, "text": "Do something with my alarms or notes."}, trace), text

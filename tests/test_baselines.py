@@ -18,8 +18,8 @@ from common.settings import Refused, parse
 from dpo import Trajectory
 from engine import run as engine_run
 from engine.models import read_model
+from environments import environment
 from lab import baselines
-from worlds import environment
 
 TASKS = 8
 

@@ -8,21 +8,22 @@ from conftest import KEY
 from transformers import AutoTokenizer
 
 import engine.run as run_module
-import worlds
+import environments
+import envs
 from common.files import read_jsonl
 from common.settings import Refused, parse
 from engine import chat, models
 from engine.command import main
 from engine.run import Run
+from envs import Step
 from lab.chat import endpoint as endpoints
 from lab.chat.endpoint import ContextFull, EndpointError, NotAnswered, OnlyThoughts
 from lab.settings import METHODS, Settings
-from worlds import Step
 
 ASKED = [dict(role="user", content="?")]
 
 
-class Guess(worlds.World):
+class Guess(envs.Environment):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
     name, max_steps, test_splits = "guess", 3, ("test",)
     rules, stops, drawn = "Guess.", ("Observation:",), ""
@@ -41,7 +42,7 @@ class Guess(worlds.World):
 
 
 def parsed(*argv):
-    return parse([*map(str, argv)], Settings, METHODS, worlds.environment)
+    return parse([*map(str, argv)], Settings, METHODS, environments.environment)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def start(tmp_path, monkeypatch):
         s, options = parsed("--out", tmp_path / "run", *argv)
         if s.method == "chat":
             monkeypatch.setitem(models.MODELS, s.model, models.MODELS["tiny"])
-        r = Run(s, options, METHODS[s.method].agents(s))
+        r = Run(s, options)
         METHODS[s.method][0](r)
         return r
 
@@ -197,7 +198,7 @@ def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, c
     run is stopped in the third, and goes on."""
     said = [answer(content="x", usage=dict(prompt_tokens=n)) for n in read * 4]
     endpoint.faults = [*said[:2], (401, "no", {})]
-    with pytest.raises(worlds.EnvError, match="401"):
+    with pytest.raises(envs.EnvError, match="401"):
         run()
     endpoint.faults = said[2:]
     r = run()
@@ -216,7 +217,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
         return "x"
 
     endpoint.answer = break_down
-    with pytest.raises(worlds.EnvError, match="out of money"):
+    with pytest.raises(envs.EnvError, match="out of money"):
         run()
     paid = len(endpoint.seen)
     assert paid == 5  # two tasks, two turns of test-2, the refusal
@@ -232,7 +233,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
     assert len(texts) > 3 and not any(KEY in text for text in texts)
 
 
-def test_kept_answers_are_only_taken_where_the_world_shows_what_it_showed(endpoint, run, monkeypatch):
+def test_kept_answers_are_only_taken_where_the_environment_shows_what_it_showed(endpoint, run, monkeypatch):
     endpoint.answer = lambda messages: "x"
     r = run()
     (r.folder / "eval-0-target-test.jsonl").unlink()
@@ -250,7 +251,7 @@ def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpo
                                                                            tmp_path):
     policy = 400, "against our policy", {}
     endpoint.faults = [False, policy]
-    with pytest.raises(worlds.EnvError, match="^guess-test-1: .*against our policy.*--refused zero"):
+    with pytest.raises(envs.EnvError, match="^guess-test-1: .*against our policy.*--refused zero"):
         run()
     endpoint.faults, paid = [policy], len(endpoint.seen)
     r = run("--refused", "zero")
@@ -266,8 +267,8 @@ def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpo
 
 
 def test_a_wrong_key_refuses_no_task_and_ends_all_episodes(endpoint, run):
-    endpoint.faults = [(401, "who are you?", {})] + [0.2] * 99  # the others take a while
-    with pytest.raises(worlds.EnvError, match="status 401: who are you"):
+    endpoint.faults = [(401, "who are you?", {})] + [30.0] * 99  # the others get no answer meanwhile
+    with pytest.raises(envs.EnvError, match="status 401: who are you"):
         run("--slots", 4, "--refused", "zero")
     assert len(endpoint.seen) <= 4
 
@@ -350,7 +351,7 @@ def test_what_is_no_reply_is_a_refused_task_whatever_says_so(call):
 
 def test_thoughts_alone_and_empty_replies_are_counted_and_told(endpoint, run, capsys):
     endpoint.faults = [ONLY_THOUGHTS[0]]
-    with pytest.raises(worlds.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
+    with pytest.raises(envs.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
         run()
     endpoint.faults = [ONLY_THOUGHTS[0], answer(content=None), answer(content=" \n"), False, ONLY_THOUGHTS[0]]
     r = run("--refused", "zero")

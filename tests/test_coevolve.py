@@ -15,7 +15,7 @@ import coevolve
 from coevolve import Agent, Settings
 from common.files import read_json, read_jsonl, write_jsonl
 from common.settings import Refused
-from dpo import Pair, Trajectory
+from dpo import Group, Pair, Trajectory, pair_weight
 from engine.chat import Encoder
 from engine.records import read_pairs, write_pairs
 
@@ -25,7 +25,7 @@ FF = "failure>failure"
 
 
 def rollouts(agent, rewards):
-    return [Trajectory(agent=agent, rollout=n, reward=reward, ids=[ord(agent[0]), n])
+    return [Trajectory(agent=agent, rollout=n, reward=reward, ids=[ord(agent[0]), n], action_mask=[1, 1])
             for n, reward in enumerate(rewards)]
 
 
@@ -56,7 +56,12 @@ def brief(pair):
     (0.75, [0.75], [0.5], {}, ["e0 > f0  1, 1", "t0 > f0  1, 0"]),
     # Two rollouts each, one a success. Failures are paired across agents only.
     (1.0, [0.5, 0.25], [0.5, 1.0], {}, ["e0 > t0  0.33, 0.33", "e0 > t1  0.33, 0.33",
-                                        "e0 > f0  0.33, 0.33", "f0 > t1  1, 0"]),
+                                        "e0 > f0  0.33, 0.33", "f0 > t1  0.25, 0"]),
+    # Each of the 2 x 1 comparisons of failures weighs 1/2, or 1.
+    (1.0, [0.5, 0.25], [0.75], dict(pair_weights="none"), [
+        "e0 > t0  1, 1", "e0 > t1  1, 1", "e0 > f0  1, 1", "f0 > t0  0.5, 0", "f0 > t1  0.5, 0"]),
+    (1.0, [0.5, 0.25], [0.75], dict(failure_pair_weights="none", pair_weights="none"), [
+        "e0 > t0  1, 1", "e0 > t1  1, 1", "e0 > f0  1, 1", "f0 > t0  1, 0", "f0 > t1  1, 0"]),
     # Other settings. As in ETO, each pair weighs 1.
     (0.75, [1.0], [0.5], dict(expert_beaten="drop"), ["e0 > f0  1, 1"]),
     (0.75, [1.0], [0.5], dict(pair_weights="none"), ["t0 > e0  1, 1", "e0 > f0  1, 1"]),
@@ -121,15 +126,54 @@ def test_pairs_are_made_of_what_can_train_and_a_buffer_alone_has_what_was_earlie
                                dropped={"too long": 2})
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_balance_of_section_4_3_does_not_depend_on_the_number_of_rollouts(n):
+    """A task whose rollouts all fail: the expert pairs weigh 1 together, the failure pairs 1, and
+    the SFT term has half of the weights, lambda_SFT x 1 / 2 of the batch loss. A rollout that
+    filled the context makes no pair, and the others do not take its weight."""
+    e = Trajectory("a", "expert", reward=1.0, ids=[0], action_mask=[1])
+    own, others = [[Trajectory("a", agent, 1, k, reward=(k + half) / 10, ids=[k, part], action_mask=[0, 1])
+                    for k in range(n)] for agent, half, part in (("target", 0, 1), ("failure", 0.5, 2))]
+    pairs = coevolve.d_tgt(e, own, others, Settings(), Counter())
+    weights = Counter()
+    for pair in pairs:
+        weights[pair.kind == FF] += pair.weight
+    assert len(pairs) == 2 * n + n * n
+    assert weights == {False: pytest.approx(1), True: pytest.approx(1)}
+    assert sum(pair.sft_weight for pair in pairs) == pytest.approx(1)
+    assert pair_weight([Group(pairs=pairs)]) == pytest.approx(2)
+    assert Settings().denominator == "weights"
+    own[0].ended = "context"
+    of_failures = [p.weight for p in coevolve.d_tgt(e, own, others, Settings(), Counter()) if p.kind == FF]
+    assert of_failures == [1 / n ** 2] * (n * (n - 1))
+
+
+def test_a_failure_agent_that_plays_after_it_has_learned_plays_twice(toy_run):
+    """The target pairs its rollouts with those of the agent that has learned in the iteration, and
+    D_fail has those played before; both have seeds and indices of their own."""
+    out = toy_run("--failure-plays", "after", "--temperature", 2)
+    phases = list(read_json(out / "phases.json"))
+    order = ["pairs-failure.jsonl", "failure-agent", "failure-again.jsonl", "pairs-target.jsonl"]
+    assert [phase for phase in phases if phase in {f"iter1/{name}" for name in order}] == [
+        f"iter1/{name}" for name in order]
+    before, again = (read_jsonl(out / f"iter1/{name}.jsonl") for name in ("failure", "failure-again"))
+    assert {row["rollout"] for row in before} == {0} and {row["rollout"] for row in again} == {1}
+    assert len({row["seed"] for row in before + again}) == len(before + again)
+    for name, indices in dict(failure={0}, target={1}).items():
+        sides = [row[side] for row in read_jsonl(out / f"iter1/pairs-{name}.jsonl")
+                 for side in ("chosen", "rejected")]
+        assert {side["rollout"] for side in sides if side["agent"] == "failure"} == indices
+
+
 def test_one_text_with_two_rewards_makes_no_pair():
     """As where a goal's price limit is drawn anew. What shares the expert's weight is without it."""
-    e, same, other, copy = (Trajectory(agent=agent, reward=reward, ids=ids) for agent, reward, ids in (
+    e, same, other, copy = (Trajectory(agent=agent, reward=reward, ids=ids, action_mask=[1, 1]) for agent, reward, ids in (
         ("expert", 1.0, [1, 2]), ("target", 0.5, [1, 2]), ("target", 0.25, [1, 3]),
         ("failure", 0.75, [1, 3])))
     dropped = Counter()
     found = coevolve.d_tgt(e, [same, other], [copy], Settings(), dropped)
     assert [(pair.chosen, pair.rejected, pair.weight) for pair in found] == [
-        (e, other, 0.5), (e, copy, 0.5), (copy, same, 1.0)]
+        (e, other, 0.5), (e, copy, 0.5), (copy, same, 0.5)]
     assert dropped == {"the same text": 2}
 
 
@@ -332,7 +376,7 @@ def test_an_agent_learns_what_its_role_says_whatever_it_is_called(toy_run, monke
 
 
 def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sft=0.0,
-               by_weights=False):
+               by_weights=True):
     """Eq. (9) of all pairs of an agent, by hand, of passes of transformers.
 
     Args:
@@ -394,7 +438,7 @@ def test_two_iterations_have_their_own_rates_betas_and_pairs(toy_run):
     from its own last one, and pi_ref is what --reference says."""
     out = toy_run(*"--iterations 2 --reference sft --d-fail buffer --temperature 2 --dpo-batch 100 "
                   "--beta 0.2 --beta-later 0.7 --dpo-lr-later 3e-4 --lambda-dpo 0.5 --lambda-sft "
-                  "0.3 --normalise weights".split())
+                  "0.3 --denominator pairs".split())
     for name, iterations in dict(failure={1, 2}, target={0, 2}).items():  # experts are of none
         rows = read_jsonl(out / f"iter2/pairs-{name}.jsonl")
         assert {row[side]["iteration"] for row in rows for side in ("chosen", "rejected")} == iterations
@@ -402,7 +446,7 @@ def test_two_iterations_have_their_own_rates_betas_and_pairs(toy_run):
         for i, policy, beta, lr in [(1, f"sft-{name}", 0.2, 1e-3),
                                     (2, f"iter1/{name}-agent", 0.7, 3e-4)]:
             [line] = read_jsonl(out / f"iter{i}/{name}-agent/train.jsonl")
-            loss = first_loss(out, i, name, policy, f"sft-{name}", beta, by_weights=True, **lambdas)
+            loss = first_loss(out, i, name, policy, f"sft-{name}", beta, by_weights=False, **lambdas)
             assert (line["loss"], line["lr"]) == (pytest.approx(loss, rel=1e-4), lr)
 
 

@@ -19,7 +19,7 @@ from common.files import read_jsonl
 from engine import command, models, playing, run
 from engine.chat import Encoder
 from engine.passes import log_probs_in_passes
-from worlds import EnvError
+from envs import EnvError
 
 
 def train(accelerator, folder, shard):
@@ -107,10 +107,10 @@ def test_a_model_in_parts_is_the_whole_one_on_each_rank(family, tmp_path):
     assert found["off"] < 1e-4
 
 
-def start(ranks, said, world, *flags):
-    """The exit statuses of so many processes that do a run in a world."""
+def start(ranks, said, make_env, *flags):
+    """The exit statuses of so many processes that do a run in an environment."""
     def work():
-        run.make = lambda *_, **__: world()
+        run.make = lambda *_, **__: make_env()
         argv = [*map(str, (*TOY, "--method", "eto", "--temperature", 2, "--rollouts", 2, *flags))]
         command.main(argv, coevolve.Settings, run.Run, coevolve.METHODS, "python coevolve.py")
 

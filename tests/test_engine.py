@@ -1,6 +1,5 @@
 """What the method runs on: models, draws, replies, passes that share, and the trial of all these."""
 
-import itertools
 import json
 import math
 import os
@@ -25,6 +24,19 @@ from engine.kept import Kept
 from engine.sampling import Draw, Reply, Sampler, replies
 
 # ---------------------------------------------------------------------------------------- models
+
+
+def test_the_shipped_model_is_small_and_copies_what_it_reads():
+    """Random tokens of the whole vocabulary are repeated; the loss is over the repetition but its first token."""
+    folder = models.MODELS["tiny"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 4_000_000
+    model = models.read_model(folder)
+    for length, count, limit in (6, 64, 0.5), (60, 16, 0.1):
+        generator = torch.Generator().manual_seed(length)
+        ids = torch.randint(model.config.vocab_size, (count, length), generator=generator).repeat(1, 2)
+        logits = model(input_ids=ids[:, :-1]).logits[:, length:]  # (count, length - 1, V)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, length + 1:].flatten())
+        assert loss < limit
 
 
 END, PAD = 1, 2  # <|im_end|> and <|pad|> of the small model's tokenizer
@@ -189,7 +201,7 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, sto
         assert len({len(new) for new, *_ in expected}) > 1
 
     draw = Draw(encoder.sampler(temperature), encoder, stops)
-    for way in "kept", "side by side", "alone", "without a cache":
+    for way in trial.REPLIES:
         asked = [(Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(prompts)]
         found = trial.answer_of(way, model, draw, 6, 200, 40, 60)(asked)
         for (new, logs), (_, rng), (ids, log_probs, number) in zip(
@@ -259,13 +271,10 @@ def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
     read = []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, given: read.append(given[0].numel()))
-    # On a GPU rows attend together, on a CPU each by itself.
-    for order, by_row in itertools.product((list, reversed), (False, True)):
+    for order in list, reversed:
         read.clear()
         answer = Kept(model, draw, 8, 200, 9, tokens)
-        answer.speaks = answer.speaks and by_row
         found = conversations(answer, lambda asked: [*order(asked)])
-        assert answer.by_row == by_row
         for seed, t in found.items():
             assert t.ids == expected[seed].ids
             assert t.log_probs == pytest.approx(expected[seed].log_probs, abs=1e-4)
@@ -336,7 +345,7 @@ BOTH = ["shared", "padded"]
 
 @pytest.mark.parametrize("family, answer, passes", [
     ("gpt2", "kept", BOTH), ("gpt_oss", "kept", ["padded"]), ("mamba", "side by side", ["padded"]),
-    ("minimax", "alone", ["padded"]), ("moshi", "without a cache", BOTH)])
+    ("minimax", "alone", ["padded"])])
 def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, words):
     """Also of a model in bf16, which is tried in fp32; it leaves the model's attention as it was."""
     model = family_model(family, words).to(torch.bfloat16)
@@ -344,6 +353,11 @@ def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, wor
     assert trial.trial(model, words, LONGEST) == dict(replies=answer, passes=passes)
     assert model.config._attn_implementation == attention
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_model_whose_cached_decoding_is_wrong_is_refused_by_name(words):
+    with pytest.raises(Refused, match="^MoshiForCausalLM cannot be used: its replies have other log-prob"):
+        trial.trial(family_model("moshi", words), words, LONGEST)
 
 
 def later_windows(real):

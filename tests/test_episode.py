@@ -5,15 +5,14 @@ import threading
 from dataclasses import replace
 
 import pytest
-from conftest import Toy, one_token_at_a_time
+from conftest import LIMIT, Toy, one_token_at_a_time
 
 from common.settings import Refused
 from dpo import Trajectory
 from engine import playing
 from engine.sampling import Draw
 from engine.trial import answer_of
-from envs import episode
-from worlds import EnvError, Step
+from envs import EnvError, Step, episode
 
 
 class Echo(Toy):
@@ -206,7 +205,7 @@ def test_an_environment_that_breaks_for_good_ends_the_play(agent, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), Refused("flag")])
-def test_a_bug_or_a_wrong_setting_is_no_fault_of_the_world(agent, error, monkeypatch):
+def test_a_bug_or_a_wrong_setting_is_no_fault_of_the_environment(agent, error, monkeypatch):
     monkeypatch.setattr(playing.time, "sleep", lambda seconds: pytest.fail("it was repeated"))
     with pytest.raises(type(error)) as raised:
         play(agent, breaking(12, error=error))
@@ -244,7 +243,7 @@ def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch)
             if task == "toy-train-0":
                 raise EnvError("gone")
             if task == "toy-train-1":
-                release.wait(60)
+                release.wait(LIMIT)
                 went_on.append(task)
             return super().reset(task)
 

@@ -4,13 +4,12 @@ import math
 import os
 import random
 import re
-import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ended, fork, fork_ranks, kills_until_it_ends, plain_log_probs
+from conftest import ended, fork_ranks, kills_until_it_ends, plain_log_probs
 
 import evolve
 from common.files import read_json, read_jsonl, write_jsonl
@@ -19,7 +18,8 @@ from dpo import Trajectory
 from engine import models
 from engine import run as engine_run
 from engine.records import read
-from worlds import Step, World, converse, environment, make
+from environments import converse, environment, make
+from envs import Environment, Step
 
 # ---------------------------------------------------------------------------------------- GRPO
 
@@ -183,7 +183,7 @@ def test_a_minibatch_counts_the_tasks_that_it_leaves_out():
     assert cut(one_of_each) == [batch - one_of_each for batch in whole]
 
 
-# ------------------------------------------------------------------ new tasks of the built-in worlds
+# ------------------------------------------------------------------ new tasks of the built-in environments
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_an_explorers_goal_is_what_its_words_say(shop):
         assert set(asked["goal_options"]) == set(goal["goal_options"])
         told[generator.refusal(asked) or generator.verify(found)] += 1
         wrong = next(a for a in sorted(generator.attributes) if not any(
-            a in p["Attributes"] for p in env.world.products if p["query"] == kind))
+            a in p["Attributes"] for p in env.data.products if p["query"] == kind))
         colour = next(c for c in ("pink", "navy") if c not in goal["goal_options"])
         for text in (f"{words}1", words, "hello, lower than $997",  # it costs more; no limit; nothing
                      f"{kind} in {options}, lower than $997",  # no attribute
@@ -355,10 +355,10 @@ def test_patterns_count_what_was_carried_out_alone(shop, databases):
         assert generator.patterns(task, replies_of(env, task))
 
 
-# ------------------------------------------------------------------------- a world of one letter
+# ------------------------------------------------------------------------- an environment of one letter
 
 
-class Letters(World):
+class Letters(Environment):
     """Pays (sum of the reply's letters and the task's number, modulo 5) / 4; any number is a task.
     """
     name, test_splits, max_steps, stops = "letters", ("test",), 1, ("Observation:",)
@@ -437,9 +437,9 @@ def test_finds_are_judged_in_their_order(verify, third, tmp_path):
 
 @pytest.fixture
 def run(small_model, tmp_path, monkeypatch):
-    """run(method, out, world, kind, **settings) -> the finished run; method None: one to begin."""
-    def start(method="evolve", out="run", world=Letters, kind=engine_run.Run, **changed):
-        monkeypatch.setattr(engine_run, "make", lambda *_, **__: world())
+    """run(method, out, env_type, kind, **settings) -> the finished run; method None: one to begin."""
+    def start(method="evolve", out="run", env_type=Letters, kind=engine_run.Run, **changed):
+        monkeypatch.setattr(engine_run, "make", lambda *_, **__: env_type())
         s = evolve.Settings(**dict(
             method=method or "grpo", model=str(small_model), out=str(tmp_path / out),
             max_tokens=400, max_new_tokens=4, warm_start="none", start_tasks=5, grpo_steps=6,
@@ -543,30 +543,30 @@ class Silent(Letters):
 
 
 class Fixed(Letters):
-    task_generator = World.task_generator
+    task_generator = Environment.task_generator
 
 
-@pytest.mark.parametrize("said, world, more", [
+@pytest.mark.parametrize("said, env_type, more", [
     ("of 5 training tasks none is left", Overlapping, dict(train_tasks=5)),
     ("no start task came of the unguided exploration", Silent, {}),
-    ("letters: nobody makes new tasks in this world", Fixed, dict(start_from="train")),
-    ("letters: nobody makes new tasks in this world", Fixed, dict(method="grpo"))])
-def test_tasks_that_cannot_be_had_are_refused(said, world, more, run, tmp_path):
+    ("letters: this environment makes no new tasks", Fixed, dict(start_from="train")),
+    ("letters: this environment makes no new tasks", Fixed, dict(method="grpo"))])
+def test_tasks_that_cannot_be_had_are_refused(said, env_type, more, run, tmp_path):
     with pytest.raises(Refused, match=said):
-        run(world=world, **more)
-    if world is Fixed:  # before anything runs
+        run(env_type=env_type, **more)
+    if env_type is Fixed:  # before anything runs
         assert read_json(tmp_path / "run/phases.json") == {}
 
 
 def test_what_is_evaluated_is_not_trained_on(run):
-    r = run("grpo", world=Overlapping, start_from="train", grpo_steps=2)
+    r = run("grpo", env_type=Overlapping, start_from="train", grpo_steps=2)
     assert [row["task"] for row in rows(r, "iter0/tasks.jsonl")] == ["letters-train-5"]
 
 
 def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
-    """GRPO needs no world that makes tasks."""
+    """GRPO needs no environment that makes tasks."""
     how = dict(start_from="train", grpo_steps=2, evolve_every=1)
-    a, b = run("evolve", "a", add_most=0, **how), run("grpo", "b", world=Fixed, **how)
+    a, b = run("evolve", "a", add_most=0, **how), run("grpo", "b", env_type=Fixed, **how)
     ours = files_of(b.folder)
     assert ours.items() <= files_of(a.folder).items() and "iter2/target-agent/moments.pt" in ours
 
@@ -579,7 +579,7 @@ class Vowels(Letters):
 
 
 def test_steps_teach_a_policy_what_pays(run):
-    r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=20, evolve_every=20,
+    r = run("grpo", env_type=Vowels, start_from="train", start_tasks=4, grpo_steps=20, evolve_every=20,
             step_tasks=4, step_rollouts=6, max_new_tokens=6, grpo_lr=4e-3, grpo_temperature=1.0)
     rewards = [row["reward"] for row in rows(r, "iter1/target-agent/train.jsonl")]
     assert sum(rewards[:4]) < 0.8 and sum(rewards[-4:]) > 1.6
@@ -591,12 +591,10 @@ def test_steps_teach_a_policy_what_pays(run):
 def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_files(run, tmp_path):
     """By SIGKILL, again and again: moments, passes and tasks go on from files."""
     how = dict(grpo_steps=3, evolve_every=1, start_from="explore")
-    started = time.monotonic()
     whole = files_of(run(out="whole", **how).folder)
-    lasts = time.monotonic() - started
-    said = tmp_path / "said"
-    assert kills_until_it_ends(lambda: fork(lambda: run(out="killed", **how), said), said, lasts)
-    assert files_of(tmp_path / "killed") == whole
+    killed = tmp_path / "killed"
+    assert kills_until_it_ends(lambda: run(out="killed", **how), killed, tmp_path / "said")
+    assert files_of(killed) == whole
 
 
 def test_where_a_segment_ends_makes_no_difference_to_grpo(run):

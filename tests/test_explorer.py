@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 import coevolve
+import environments
+import envs
 import evolve
-import worlds
 from common.files import read_jsonl
 from engine.run import Run
+from environments.intercodesql import questions
 from lab.chat import endpoint as endpoints
 from lab.chat import explorer
-from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals
     '<think>```json\n{"where": "draft"}\n```</think>```json\n{"where": "here", "try": "more"}\n```',
@@ -31,7 +32,7 @@ SHORT = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an 
 
 @pytest.fixture
 def env():
-    return worlds.make("intercodesql", "short")
+    return environments.make("intercodesql", "short")
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ def explore(env, endpoint, tmp_path, monkeypatch):
             env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
             explorer_model="m", slots=1, explorer_episodes=2, guide="signals" if guided else "random",
             out=str(tmp_path / "run"))
-        run = Run(s, worlds.environment("intercodesql")())
+        run = Run(s, environments.environment("intercodesql")())
         tasks = env.tasks("train")[:n]
-        table = env.world.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
+        table = env.data.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
 
         def answer(messages):
             asked = messages[0]["content"]
@@ -152,7 +153,7 @@ def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kep
 def test_what_was_paid_for_is_not_asked_again_after_a_stop(explore, endpoint):
     """The key is refused in the second phase: the run ends in a line and goes on from there."""
     endpoint.faults = [False] * 7 + [(401, "no such key", {})]
-    with pytest.raises(worlds.EnvError, match="401"):
+    with pytest.raises(envs.EnvError, match="401"):
         explore(SHORT, 4)
     assert len(endpoint.seen) == 8
     episodes, finds, taken = explore(SHORT, 4)
@@ -179,16 +180,19 @@ def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
 def new_pairs(env, rng, n):
     """n times a training task and two questions of its database that nobody has asked yet."""
     generator, tasks = env.task_generator(), env.tasks("train")
-    while n:
+    for _ in range(100 * n):
         task = rng.choice(tasks)
         db = env.find(task)["db"]
-        two = [questions.draw_question(rng, env.world.tables[db], 0.2, 0.3) for _ in range(2)]
+        two = [questions.draw_question(rng, env.data.tables[db], 0.2, 0.3) for _ in range(2)]
         with closing(env.database(db)) as database:
             if two[0]["query"] != two[1]["query"] and all(
                     questions.worth_asking(database.run, q["gold"])
                     and not generator.refusal(dict(q, db=db)) for q in two):
-                n -= 1
                 yield task, *two
+                n -= 1
+        if not n:
+            return
+    pytest.fail(f"{n} more pairs were wanted")
 
 
 def test_of_wrong_pairs_of_text_and_solution_none_join(env):

@@ -26,7 +26,7 @@ from engine.machine import accelerator_of
 from engine.passes import deal, fill_passes, log_probs_in_passes
 from engine.run import Run
 from engine.sampling import Draw
-from worlds import environment
+from environments import environment
 
 TINY = models.MODELS["tiny"]
 WORDS = range(300, 2000)  # ids of words

@@ -13,8 +13,8 @@ from conftest import ROOT
 
 METHOD = ("coevolve", "dpo", "envs")  # the three files
 # room -> the rooms that it may import: nothing is imported upwards, so that there is no circle
-MAY = {"common": set(), "worlds": {"common"}, "envs": {"common", "worlds"}, "dpo": set(),
-       "engine": {"dpo", "envs", "worlds", "common"}}
+MAY = {"common": set(), "envs": {"common"}, "environments": {"common", "envs"}, "dpo": set(),
+       "engine": {"dpo", "envs", "environments", "common"}}
 MAY["coevolve"] = {*MAY["engine"], "engine"}
 MAY["evolve"] = {*MAY["coevolve"], "coevolve"}
 MAY["lab"] = {*MAY["evolve"], "evolve"}
@@ -24,7 +24,7 @@ PACKAGES = {"common": set(), "envs": set(), "coevolve": set(), "dpo": {"torch"},
 TENSORS = {"torch", "transformers", "accelerate", "tokenizers", "safetensors"}
 # The classes of engine/ that make a run's numbers.
 MAKERS = {"Run", "Machine", "Kept", "Draw", "Sampler", "Template"}
-FILES = [file for name in ("*.py", "common/*.py", "worlds/**/*.py", "engine/*.py", "lab/**/*.py")
+FILES = [file for name in ("*.py", "common/*.py", "environments/**/*.py", "engine/*.py", "lab/**/*.py")
          for file in sorted(ROOT.glob(name))]
 
 
@@ -57,7 +57,7 @@ def test_arrows_point_one_way(path):
     assert names & {*MAY, "tests", "conftest"} <= MAY[own] | {own}
     if own in PACKAGES:
         assert names <= MAY[own] | {own} | PACKAGES[own] | {*sys.stdlib_module_names}
-    if own == "worlds":
+    if own == "environments":
         assert not names & TENSORS
     if own in METHOD:  # nor is one hidden in a function
         for node in nodes(path):
@@ -116,8 +116,8 @@ def test_the_top_level_shows_the_method():
         pytest.skip("not a git checkout")
     names = {name.split("/")[0] for name in tracked.stdout.split()}
     assert names <= {"coevolve.py", "dpo.py", "envs.py", "evolve.py", "run.sh", "requirements.txt",
-                     "README.md", "LICENSE", ".gitignore", ".ci", "common", "engine", "worlds",
-                     "tiny", "lab", "tests", "docs"}
+                     "README.md", "LICENSE", ".gitignore", ".pytest.ini", ".ci", "common", "engine",
+                     "environments", "tiny", "lab", "tests", "docs"}
 
 
 # One process, since importing takes longer than a run: `python coevolve.py FLAGS`, several times.
@@ -133,7 +133,7 @@ print("loaded", *sorted({name.split(".")[0] for name in sys.modules}))
 def test_the_core_runs_to_a_table_in_an_empty_folder(tmp_path):
     for name in METHOD:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    for name in "engine", "common", "worlds", "tiny":
+    for name in "engine", "common", "environments", "tiny":
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     common = ("--train-tasks 2 --eval-tasks 1 --sft-epochs 1 --max-new-tokens 16 --iterations 1 "
               "--dpo-epochs 1 ")

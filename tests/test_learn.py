@@ -88,7 +88,7 @@ MINE, THEIRS = dict(agent="mine"), dict(agent="theirs")
     # One text is no pair with itself, whatever it earned, and the others weigh 1 together.
     ([row("a", 1.0, "x", "y"), row("a", 0.25, "x", "y"), row("a", 0.5, "z"), row("a", 0.75, "z")],
      [("expert>target", 1, 3), ("expert>target", 1, 4), ("failure>failure", 3, 2),
-      ("failure>failure", 4, 2)], [(0.5, 0.5), (0.5, 0.5), (1.0, 0.0), (1.0, 0.0)])])
+      ("failure>failure", 4, 2)], [(0.5, 0.5), (0.5, 0.5), (1 / 3, 0.0), (1 / 3, 0.0)])])
 def test_pairs_by_hand(file, tmp_path, rows, expected, weights):
     _, pairs, _, dropped = made_of(file(rows), tmp_path)
     assert sorted(sides(pairs)) == sorted(expected)
@@ -142,7 +142,7 @@ def test_an_agent_that_any_tool_loads_and_a_run_that_goes_on(file, small_model, 
     assert [kinds[kind]["count"] for kind in kinds] == [2, 1]
     assert [kinds[kind]["margin"] for kind in kinds] == pytest.approx([0, 0], abs=1e-5)
     imitation = 0.1 * kinds["expert>target"]["chosen"]
-    assert log[3]["loss"] == pytest.approx((2 * math.log(2) - imitation) / 3, abs=1e-3)
+    assert log[3]["loss"] == pytest.approx(math.log(2) - imitation / 2, abs=1e-3)
     assert log[4]["loss"] < log[3]["loss"]
     for phase, k in (("sft-target", 0), ("iter1/target-agent", 3)):
         assert f"{phase:28}  {3 - k // 3} steps, loss {log[k]['loss']:.3f} -> " in said

@@ -9,13 +9,13 @@ import sys
 import pytest
 from conftest import ended, fork, plain_log_probs
 
-import worlds
+import environments
 from common.files import read_jsonl
 from common.settings import Refused
 from engine import models
+from environments.webshop.server import WebShopServer
 from lab.chat.play import Agent, agent_of, chosen, main
 from lab.runfiles import command, visible
-from worlds.webshop.server import WebShopServer
 
 
 @pytest.fixture
@@ -45,15 +45,15 @@ def typed(monkeypatch, capsys):
     ("webshop", "short"), ("webshop", "full"), ("intercodesql", "short"), ("intercodesql", "full")])
 def test_a_person_plays_what_the_agent_reads_to_the_reward(typed, env, view):
     """A person who types the expert's replies, queries as they are, comes to the expert's reward."""
-    world = worlds.make(env, view)
-    messages, reward = worlds.converse(world, world.reset(f"{env}-test-3"), world.expert())
-    world.close()
+    played = environments.make(env, view)
+    messages, reward = environments.converse(played, played.reset(f"{env}-test-3"), played.expert())
+    played.close()
     replies = [m["content"] for m in messages if m["role"] == "assistant"]
     said = " ".join(typed("?", *replies)(env, f"{env}-test-3", "--view", view).split())
     assert f"done after {len(replies)} turns: reward {reward:.3f}, a success" in said
     for message in messages:
         assert " ".join(message["content"].split()) in said
-    assert " ".join(world.rules.split()) in said  # in any view, by ?
+    assert " ".join(played.rules.split()) in said  # in any view, by ?
 
 
 def test_mistakes_are_told(small_run):
@@ -111,18 +111,18 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run,
 
 def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     """After a person's turn, in words that the agent cannot write, its context is what
-    `Encoder.encode` makes of the messages, and its world has done what the person said."""
+    `Encoder.encode` makes of the messages, and its environment has done what the person said."""
     asked, propose = [], Agent.propose
     monkeypatch.setattr(Agent, "propose", lambda agent, t: asked.append(
         (agent.encoder, [*t.ids])) or propose(agent, t))
     said = typed("search[\xfcmug mug]", "", "q")("webshop", "webshop-test-0", "--agent", small_run)
     turns = said.split("--- turn ")[1:]
     assert len(turns) == 3 and "Page 1 (Total results" in turns[0] and "left after 2" in turns[2]
-    world = worlds.make("webshop", "short")
-    messages = world.opening(world.reset("webshop-test-0"))
+    played = environments.make("webshop", "short")
+    messages = played.opening(played.reset("webshop-test-0"))
     (encoder, first), (_, second), _ = asked
     assert first == encoder.encode(messages, 1)[0]
-    page = world.step("search[\xfcmug mug]").observation
+    page = played.step("search[\xfcmug mug]").observation
     messages += [dict(role="assistant", content="search[\xfcmug mug]"),
                  dict(role="user", content=page)]
     assert second == encoder.encode(messages, 1)[0]

@@ -10,14 +10,14 @@ import pytest
 from conftest import make_tokenizer
 
 import coevolve
-import worlds
+import environments
 from common import settings
 from common.files import write_jsonl
 from dpo import Trajectory
 from engine.chat import Encoder
 from engine.playing import play
-from worlds import environment, expert_files
-from worlds.scienceworld import world
+from environments import environment, expert_files
+from environments.scienceworld import environment as scienceworld
 
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
         ("assistant", "Thought: I search.\nAction: search[hat]"),
@@ -44,7 +44,7 @@ def prompts(tmp_path_factory):
 
 
 def make(name, prompts, **options):
-    return worlds.make(name, protocol="eto", prompts=prompts, **options)
+    return environments.make(name, protocol="eto", prompts=prompts, **options)
 
 
 def conversation(env, task, replies):
@@ -64,7 +64,7 @@ NO_ACTION = "Observation: Invalid format. The input must contains 'Action: '"
 
 def test_an_episode_in_the_shop_turn_by_turn(prompts):
     """Their shop is given what follows the first "Action: ", and stays on its page where it is no action of its own."""
-    env, ours = make("webshop", prompts), worlds.make("webshop")
+    env, ours = make("webshop", prompts), environments.make("webshop")
     task, turns = "webshop-test-0", [(reply, None) for reply in (
         "I just say it: search[lamp]", "Thought: t\nAction:click[x]", "Action:", "search[rug]", "action: search[rug]",
         "**Action:** search[rug]")] + [
@@ -87,10 +87,10 @@ def test_an_episode_in_the_shop_turn_by_turn(prompts):
 
 
 def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
-    env, ours = make("webshop", prompts), worlds.make("webshop")
+    env, ours = make("webshop", prompts), environments.make("webshop")
     for task in env.tasks("train")[:3]:
-        messages, reward = worlds.converse(env, env.reset(task), env.expert())
-        own, own_reward = worlds.converse(ours, ours.reset(task), ours.expert())
+        messages, reward = environments.converse(env, env.reset(task), env.expert())
+        own, own_reward = environments.converse(ours, ours.reset(task), ours.expert())
         bare = [m["content"].removeprefix("Observation:\n") for m in messages[3:]]
         assert (bare, reward) == ([m["content"] for m in own[1:]], own_reward)
         assert messages[:3] == said([("user", RULES["webshop"]), ("assistant", "OK"),
@@ -118,7 +118,7 @@ def test_what_the_databases_say(prompts):
 
 
 def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(prompts, monkeypatch):
-    monkeypatch.setattr(world._Simulator, "options", [*world._Simulator.options, "-XX:TieredStopAtLevel=1"])
+    monkeypatch.setattr(scienceworld._Simulator, "options", [*scienceworld._Simulator.options, "-XX:TieredStopAtLevel=1"])
     science, task = make("scienceworld", prompts), "scienceworld-train-find-animal-0"
     messages, reward = conversation(science, task, ["Action: focus on air"])
     assert messages[:2] == said([("user", RULES["sciworld"]), ("assistant", "OK")])
@@ -153,7 +153,7 @@ def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts
         tmp_path / "f", make("webshop", prompts))
     assert whole == said(PUBLISHED[:-1])
     assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
-    env = worlds.make("webshop")
+    env = environments.make("webshop")
     turns = said([("user", f"{env.prompt}\n\n{PUBLISHED[2][1]}"), PUBLISHED[3], ("user", "[SEP] B0"),
                   PUBLISHED[5]])
     assert expert_files.read_experts(tmp_path / "f", env) == [
@@ -195,7 +195,7 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
 
 
 def test_what_an_agent_played_is_an_expert_as_it_is_trained_on_by_its_protocol_alone(encoder, prompts, tmp_path):
-    both = make("webshop", prompts), worlds.make("webshop")
+    both = make("webshop", prompts), environments.make("webshop")
     for env, other in (both, both[::-1]):
         tasks, file = ["webshop-train-0", "webshop-train-1"], tmp_path / "played.jsonl"
         rows, _ = play_scripted(encoder, env, tasks, ["Action: search[desk lamp]"] + ["Action: click[next >]"] * 9)
@@ -204,7 +204,7 @@ def test_what_an_agent_played_is_an_expert_as_it_is_trained_on_by_its_protocol_a
         assert [task for task, _, _ in found] == tasks
         for row, (_, messages, _) in zip(rows, found):
             assert [row.ids, row.action_mask] == list(encoder.encode(messages, len(env.opening(""))))
-        with pytest.raises(worlds.Refused, match="webshop-train-0 is another task here"):
+        with pytest.raises(environments.Refused, match="webshop-train-0 is another task here"):
             next(expert_files.experts(other, str(file), 0))
 
 
@@ -213,7 +213,7 @@ def test_a_reply_ends_where_theirs_ends(encoder, prompts):
         "Action: a\nObservation: b": ("Action: a", "Action: a"), "Action: a\nTask: b": ("Action: a", "Action: a\nTask: b"),
         "Action: a\n--- b": ("Action: a", "Action: a\n--- b"), "Observation: b": ("Observation: b", ""),
         "x Observation: b": ("x Observation: b", "x"), "a: b-c --- d": ("a: b-c --- d", "a: b-c --- d")}
-    for n, env in enumerate((make("webshop", prompts), worlds.make("webshop"))):
+    for n, env in enumerate((make("webshop", prompts), environments.make("webshop"))):
         (row,), _ = play_scripted(encoder, env, ["webshop-train-0"], [*replies, *["x"] * 4])
         said = [m["content"] for m in row.messages if m["role"] == "assistant"][-10:]
         assert said[:6] == [kept[n] for kept in replies.values()]
@@ -243,5 +243,5 @@ def test_a_folder_without_prompts_is_named(tmp_path, file, text):
         (tmp_path / name).write_text(json.dumps([said(CHAT)]))
     path = tmp_path / file
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(worlds.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
+    with pytest.raises(environments.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
         make("webshop", str(tmp_path))

@@ -31,7 +31,7 @@ def trained(work="train_preferences", seconds=1.0, **numbers):
 PHASES = {
     "experts.jsonl": dict(work="collect_experts", experts=4, seconds=1.0,
                           dropped={"reward": 2, "too long": 1}),
-    "sft-target": trained("train_sft", 3600.4, name="target", steps=90, tokens=9000) | {"from": "runs/a"},
+    "sft-target": trained("train_sft", 3600.4, name="target", steps=90, tokens=9000),
     "sft-failure": trained("train_sft", name="failure", steps=90),
     "eval-0-target-test.jsonl": evaluation("target", 0, 0.5, 0.25),
     "eval-0-failure-test.jsonl": evaluation("failure", 0, 0.45, 0.25),
@@ -102,7 +102,6 @@ def test_interval_matches_the_normal_approximation_of_a_large_sample():
 
 
 def test_the_numbers_of_a_run_by_hand(run):
-    """What was taken over from another run took no time."""
     low, high = report.bootstrap_interval(REWARDS[0.6])
     report.close(run)
     found = json.loads((run / "result.json").read_text())["evaluations"]
@@ -116,9 +115,9 @@ def test_the_numbers_of_a_run_by_hand(run):
     failure, target = table(run, "make pairs")
     assert [target[kind] for kind in PHASES["iter1/pairs-target.jsonl"]["pairs"]] == ["12", "30", "5"]
     assert target["dropped"] == "4 equal failures, 7 x y" and failure["expert>target"] == "-"
-    assert table(run, "train sft")[0]["phase"] == "sft-target *"
-    assert table(run, "All phases") == [{"phase": "13 phases", "h:mm:ss": "0:00:46", "steps": "113",
-                                         "episodes": "340"}]
+    assert table(run, "train sft")[0]["phase"] == "sft-target"
+    assert table(run, "All phases") == [{"phase": "13 phases", "h:mm:ss": "1:00:46", "steps": "203",
+                                         "episodes": "340", "tokens": "9,000"}]
 
 
 def test_a_fork_may_name_its_phases_and_what_they_find_as_it_likes(run, tmp_path):

@@ -24,7 +24,7 @@ def machine(tmp_path):
     repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
     for folder in (repo, repo / "lab", bin_, tmp_path / "home"):
         folder.mkdir()
-    shutil.copytree(ROOT / "worlds", repo / "worlds")
+    shutil.copytree(ROOT / "environments", repo / "environments")
     for name in "run.sh", "requirements.txt", "lab/requirements.py":
         shutil.copy(ROOT / name, repo / name)
     script = (ROOT / "run.sh").read_text()  # for machines with other devices than this one
@@ -41,7 +41,7 @@ def machine(tmp_path):
         def run(*arguments, **env):
             return subprocess.run(
                 [shutil.which("bash"), str(repo / "run.sh"), *arguments], cwd=tmp_path, text=True,
-                capture_output=True, timeout=180,
+                capture_output=True,
                 env={"PATH": str(bin_), "HOME": str(tmp_path / "home"), **env})
 
         run.venv = repo / ".venv"
@@ -65,6 +65,16 @@ def test_without_a_command_usage_is_printed(machine):
     for asked in "--help", "-h":
         done = run(asked)
         assert (done.returncode, done.stderr) == (0, "") and "bash run.sh webshop" in done.stdout
+
+
+def test_a_folder_is_all_that_an_environment_needs_to_have_a_command(machine, tmp_path):
+    run = machine(python3=FULL)
+    folder = tmp_path / "a repo/environments/new_one"
+    (folder / "__pycache__").mkdir(parents=True)  # as an environment leaves it that is gone
+    assert "unknown command 'new_one'" in run("new_one").stderr
+    (folder / "__init__.py").touch()
+    assert run("new_one", "--quick").stdout == "ran -m lab --env new_one --quick\n"
+    assert "new_one" in run("--help").stdout.splitlines()[-1].split()
 
 
 def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_blanks(machine, tmp_path):
@@ -185,11 +195,10 @@ def test_appworld_gets_an_environment_of_its_own_once(machine, tmp_path, status,
 def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     run = machine(python3=FULL)
     done = run("test", "-k", "a name")
-    assert done.stdout == ("ran -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 "
+    assert done.stdout == ("ran -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 "
                            "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
     assert "-m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
-    assert run("first-gpu").stdout == "ran -m lab.bench.first_gpu\n"
-    for command in "study", "compare", "page", "play", "bench":
+    for command in "study", "compare", "page", "play":
         module = {"compare": "study.compare", "play": "chat.play"}.get(command, f"{command}.{command}")
         assert run(command, "a").stdout == f"ran -m lab.{module} a\n"
         assert (ROOT / "lab" / f"{module.replace('.', '/')}.py").exists()

@@ -1,4 +1,4 @@
-"""What large models need, by arithmetic of their configs: episodes that fit a card, and disk."""
+"""What large models need, by arithmetic of their configs: what fits a card."""
 
 import re
 from types import SimpleNamespace
@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, MambaConfig, Qwen3Config, RwkvConfig
 
-import coevolve
-import evolve
-from common.settings import Refused
-from engine import run as engine_run
 from engine.machine import SLOTS, check_memory, fits_in_fp32, slots_that_fit, training_bytes
-from lab import baselines
 
 H100 = 84.8e9  # bytes
 LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
@@ -84,37 +79,3 @@ def test_a_trial_needs_room_for_fp32():
     needed = (4 * 6.738e9 + 3 * 3 * 32 * 4096 ** 2 * 4) / 0.92
     assert fits_in_fp32(LLAMA2_7B, 6_738_000_000, needed + 1e3, 4096)
     assert not fits_in_fp32(LLAMA2_7B, 6_738_000_000, needed - 1e3, 4096)
-
-
-@pytest.mark.parametrize("methods, expected", [
-    (coevolve.METHODS, dict(coevolve=8, eto=4, sft=1, positive=8)),
-    # Each agent with two moments; the last segment is a part of one.
-    (evolve.METHODS, dict(evolve=1 + 3 * 12, grpo=1 + 3 * 12)),
-    (baselines.METHODS, dict(rft=2, dart=2, ppo=4))])
-def test_how_many_models_a_folder_has_in_the_end(methods, expected):
-    found = {}
-    for name, method in methods.items():
-        s = SimpleNamespace(method=name, iterations=3, warm_start="sft", grpo_steps=56,
-                            evolve_every=5)
-        found[name] = method.agents(s)
-    assert found == expected
-
-
-def test_a_disk_without_room_is_refused(tmp_path, monkeypatch):
-    """Eight agents of Llama-2-7B are 216 GB. What the folder holds already counts, moments too, if
-    it is recorded."""
-    run = SimpleNamespace(parameters=6_738_000_000, folder=tmp_path, recorded={})
-    monkeypatch.setattr(engine_run.shutil, "disk_usage", lambda _: SimpleNamespace(free=100e9))
-    with pytest.raises(Refused, match=r"100.0 GB are free, and the run writes 215.6 GB more"):
-        engine_run.check_disk(run, 8)
-    run.recorded = {"experts.jsonl": {}, "sft-target": {}}
-    for name, file, size in (("sft-target", "model.safetensors", 40e9), ("other", "a.pt", 60e9),
-                             ("sft-target", "moments.pt", 60e9)):
-        with pytest.raises(Refused):
-            engine_run.check_disk(run, 8)
-        (tmp_path / name).mkdir(exist_ok=True)
-        with open(tmp_path / name / file, "wb") as zeros:
-            zeros.truncate(int(size))  # which take no room
-    with pytest.raises(Refused, match="writes 115.6 GB more"):
-        engine_run.check_disk(run, 8)
-    engine_run.check_disk(run, 7)

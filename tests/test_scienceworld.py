@@ -14,11 +14,12 @@ import pytest
 import scienceworld
 from conftest import ROOT, Again, folder_of, wait_until
 
-import worlds
-from worlds import make
-from worlds.expert_files import published_task
-from worlds.scienceworld import world as science
-from worlds.scienceworld.world import ScienceWorld
+import environments
+import envs
+from environments import make
+from environments.expert_files import published_task
+from environments.scienceworld import environment as science
+from environments.scienceworld.environment import ScienceWorld
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +61,7 @@ def play(env, task, replies):
     return seen
 
 
-LOOKING_ROUND = [  # shows much of the world, then something wrong
+LOOKING_ROUND = [  # shows much of the environment, then something wrong
     *(a for room in ("outside", "greenhouse", "workshop")
       for a in (f"teleport to {room}", "look around")),
     "wait", "inventory", "pick up orange", "focus on air"]
@@ -152,7 +153,7 @@ def test_experts_look_around_before_they_act_and_reach_the_full_score():
     full = make("scienceworld", "full")
     for split, kind in ("train", "find-plant"), ("seen", "life-stages-2"):
         task = next(task for task in full.tasks(split) if kind in task)
-        messages, reward = worlds.converse(full, full.reset(task), full.expert())
+        messages, reward = environments.converse(full, full.reset(task), full.expert())
         assert reward == 1.0, (task, messages)
         assert all(re.match("Thought: .*\nAction: ", turn["content"]) for turn in messages[1::2])
     full.close()
@@ -171,7 +172,7 @@ def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
 TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-animal-150"]
 
 
-def test_a_task_is_the_same_world_every_time_and_leaves_no_file(env, tmp_path, monkeypatch):
+def test_a_task_is_the_same_every_time_and_leaves_no_file(env, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = [play(env, task, LOOKING_ROUND) for task in TASKS]
     other = ScienceWorld("short")
@@ -203,10 +204,10 @@ def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
     env, options = ScienceWorld("short"), science._Simulator.options
     monkeypatch.setattr(ScienceWorld, "_idle", [])
     monkeypatch.setattr(science._Simulator, "options", ["-Xmx12m", *options[1:]])
-    with pytest.raises(worlds.EnvError, match="find-animal 150: the simulator died.*memory"):
+    with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died.*memory"):
         env.reset(TASKS[1])
     monkeypatch.setattr(science._Simulator, "options", ["-no-such-option"])
-    with pytest.raises(worlds.EnvError, match="-version"):
+    with pytest.raises(envs.EnvError, match="-version"):
         env.reset(TASKS[1])
     monkeypatch.setattr(science._Simulator, "options", options)
     assert env.reset(TASKS[1])
@@ -237,7 +238,7 @@ def test_a_simulator_is_used_again_unless_it_is_dead(monkeypatch):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_no_simulator_outlives_its_process(end):
-    code = ("import signal, time; from worlds import make; env = make('scienceworld', 'short');"
+    code = ("import signal, time; from environments import make; env = make('scienceworld', 'short');"
             "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job has none
             f"env.reset({TASKS[0]!r}); print('ready', flush=True); time.sleep(60)")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
@@ -246,5 +247,6 @@ def test_no_simulator_outlives_its_process(end):
     started = simulators(process.pid)
     assert len(started) == 1
     process.send_signal(end)
-    process.wait(30)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), 30)
+    process.wait()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started),
+               "the simulator to end")

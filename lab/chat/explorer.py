@@ -19,10 +19,10 @@ from common.files import read_jsonl
 from common.settings import Stated, limited
 from engine.records import write
 from engine.run import Run
+from environments import is_web_address
 from evolve import by_one_rank, env_with, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, is_endpoint
-from worlds import is_web_address
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
 OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one

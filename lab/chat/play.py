@@ -22,9 +22,9 @@ from common.settings import Refused, parse
 from engine import chat, models, trial
 from engine.machine import Machine
 from engine.sampling import Draw
-from envs import episode
+from environments import environment, make
+from envs import Environment, episode
 from lab.runfiles import command, config_of, phases_of, run_with, visible, way_of
-from worlds import World, environment, make
 
 ENDS = dict(budget="out of turns", context="out of context", done="done")
 
@@ -70,7 +70,7 @@ def say(text: str) -> None:
     print(visible(text), flush=True)
 
 
-def play(env: World, encoder: Encoder, task: str, most: float, agent: Agent | None) -> str:
+def play(env: Environment, encoder: Encoder, task: str, most: float, agent: Agent | None) -> str:
     """One episode by the person, or by the agent where that one says nothing.
 
     Args:
@@ -110,7 +110,7 @@ def play(env: World, encoder: Encoder, task: str, most: float, agent: Agent | No
     return f"{how} after {turns}: reward {t.reward:.3f}, {solved} success"
 
 
-def typed(env: World, may_be_empty: bool) -> str:
+def typed(env: Environment, may_be_empty: bool) -> str:
     """The person's reply: an action, the number of one, or nothing; EOFError for q."""
     actions, forms = env.possible()
     numbered = {str(n): action for n, action in enumerate(actions, 1)}
@@ -144,7 +144,7 @@ def agent_of(path: Path) -> tuple[Path, Path]:
                   "folder like runs/webshop-coevolve-s0")
 
 
-def chosen(env: World, asked: str) -> str:
+def chosen(env: Environment, asked: str) -> str:
     """The task asked for, or any of the split asked for; Refused if there is none."""
     try:
         if "-" in asked:

@@ -20,9 +20,9 @@ from markupsafe import Markup
 
 from common.files import read_jsonl
 from engine.words import headline
+from environments import first_reply
 from lab.page import figures, report
 from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
-from worlds import first_reply
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # of conversations in a page, if not said otherwise

@@ -8,13 +8,13 @@ import numpy as np
 
 from common.files import read_jsonl, write_json
 from engine.words import SHARES
+from environments import environment
 from lab.runfiles import SOLVED, config_of, phases_of, that_found
-from worlds import environment
 
 # A table: its title, the names of its columns, and rows. A column whose name begins with < is
 # aligned to the left.
 Table = tuple[str, list[str], list[tuple]]
-RECORDS = {"work", "recipe", "output", "i", "from"}  # what is recorded beside what was found
+RECORDS = {"work", "recipe", "output", "i"}  # what is recorded beside what was found
 
 
 def bootstrap_interval(values) -> tuple[float, float]:
@@ -72,13 +72,11 @@ def tables(run: Path) -> list[Table]:
     for output, row in phases.items():
         if output not in evaluated:
             kinds[row["work"]].append(row)
-        if "from" not in row:
-            total.update({name: row[name] for name in ("seconds", "steps", "episodes", "tokens")
-                          if isinstance(row.get(name), int | float)})
+        total.update({name: row[name] for name in ("seconds", "steps", "episodes", "tokens")
+                      if isinstance(row.get(name), int | float)})
     made = [table_of("Evaluation; reward with its 95% bootstrap interval over tasks", found)]
     made += [table_of(work.replace("_", " "), rows) for work, rows in kinds.items()]
-    made.append(table_of("All phases, but those that were taken over (*)",
-                         [dict(output=f"{len(phases)} phases", **total)]))
+    made.append(table_of("All phases", [dict(output=f"{len(phases)} phases", **total)]))
     return [table for table in made if table[2]]
 
 
@@ -87,7 +85,7 @@ def table_of(title: str, rows: list[dict]) -> Table:
     shown = []
     columns = {}
     for row in rows:
-        cells = {"<phase": row["output"] + " *" * ("from" in row)}
+        cells = {"<phase": row["output"]}
         for name, value in row.items():
             if name not in RECORDS:
                 cells |= cells_of(name, value)

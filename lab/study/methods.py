@@ -25,6 +25,10 @@ FIRST = {
                      "--dpo-steps {steps}",
     "positive-steps": "--method positive --dpo-steps {steps}",
     "frozen": "--method coevolve --d-fail none",
+    "after": "--method coevolve --failure-plays after",
+    # One rollout per task, as in the paper.
+    "eto-one": "--method eto --rollouts 1",
+    "coevolve-one": "--method coevolve --rollouts 1",
     "rft": "--method rft",
     "dart": "--method dart",
     "ppo": "--method ppo"}
@@ -42,6 +46,9 @@ COMPARED = [
     # What each part adds: the SFT term, a second agent's rollouts; who that agent is.
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
+    # When the failure agent plays; and with one rollout.
+    ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
+    ("coevolve-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
 
 

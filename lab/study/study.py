@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.settings import Refused, flag, names_in, parse
+from environments import ENVIRONMENTS, environment, without_passwords
 from lab.runfiles import command, count
 from lab.settings import METHODS, Settings
 from lab.study.compare import write_report
 from lab.study.methods import ARMS, COMPARED, FIRST, finished, flags, method_of, needed_by
-from worlds import environment, without_passwords
 
 ROOT = Path(__file__).parents[2]
 GPU = shutil.which("nvidia-smi") is not None
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="methods, and their settings; {...} is what co-evolution, or evolution, took or had "
                f"on the seed, whose runs are made, too:\n{made_by}")
-    parser.add_argument("env", help="webshop, scienceworld, intercodesql, bfcl or appworld")
+    parser.add_argument("env", metavar="ENV", choices=ENVIRONMENTS, help=", ".join(ENVIRONMENTS))
     parser.add_argument("--methods", nargs="+", choices=[*ARMS], metavar="METHOD",
                         default=list(FIRST), help="some of those below [those of the first system]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],

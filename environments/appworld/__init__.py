@@ -1,0 +1,37 @@
+"""AppWorld: an agent writes Python that calls the interfaces of a person's apps."""
+
+import dataclasses
+from typing import Literal
+
+import environments
+from common.settings import OldFile
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(environments.Options):
+    # folder that holds AppWorld's official `data` [a small world, made on first use]
+    appworld_root: OldFile = None
+    # all: 1 where all of a task's tests pass (TGC), else 0; tests: the share that passes
+    # [AppWorld; AgentEvolver has both]
+    appworld_reward: Literal["all", "tests"] = "all"
+
+    presets = {
+        # AgentEvolver: 4,000 tokens of prompt and 21,580 of response.
+        "": dict(max_tokens=25_580, max_new_tokens=1024, slots=8),
+        # Its context; the small world's episodes fit, and 200 tokens hold a reply of its experts.
+        "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, max_tokens=8192,
+                        max_new_tokens=200, slots=8, gradient_checkpointing="on"),
+        "quick": dict(train_tasks=20, eval_tasks=20),
+    }
+
+    def conflicts(self, s):
+        return [(s.model == "tiny", "--model tiny",
+                 "it cannot write programs; give another --model")]
+
+    @staticmethod
+    def scenario(task: str) -> str | None:
+        return task.rpartition("_")[0] or None  # those made in training have none
+
+    def make(self, view):
+        from environments.appworld.environment import AppWorld
+        return AppWorld(view, self.appworld_root, self.appworld_reward)

@@ -1,0 +1,114 @@
+"""AppWorld: an agent does what a person asks for, by Python that calls the person's apps."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+from environments import saying
+from environments.appworld import data
+from environments.appworld.judging import Judge
+from environments.appworld.processes import Gone, Ran
+from envs import Environment, Step
+
+PROMPT = """\
+You do what a person asks for, by Python code that calls the interfaces of the person's apps. \
+Reply with one block of code, between ```python and ```; you then read what it printed. Names that \
+it defines stay for your later blocks. Nobody answers questions: look up what you need.
+
+The interfaces are documented by interfaces, so print what these return:
+- apis.api_docs.show_app_descriptions(): the apps that there are
+- apis.api_docs.show_api_descriptions(app_name=...): the interfaces of an app
+- apis.api_docs.show_api_doc(app_name=..., api_name=...): the arguments and results of one
+An interface is called as apis.APP.API(argument=value, ...). The person's name and passwords are \
+in apis.supervisor. Most apps want an access_token, which their login returns; the username is the \
+email address, for the phone its number. Long lists come in pages, by page_index from 0.
+
+When all is done, call apis.supervisor.complete_task(); where something was asked, with \
+answer=..., the bare number or words. You have 30 replies."""
+FORM = "There is no block of code, ```python ... ```, in this reply."
+
+
+class AppWorld(Environment):
+    """Tasks of AppWorld, or of a small world of its form. The reward comes at the end: 1 if all of
+    a task's tests pass on what the episode has left in the apps, else 0; with
+    appworld_reward="tests" their share. Of a task made in training the tests are two: the apps, and
+    the answer, are as after its own code. An episode whose process the code has ended, or which
+    would not end, is over, with reward 0."""
+    name = "appworld"
+    rules = PROMPT
+    max_steps = data.MOST_REPLIES
+
+    def __init__(self, view: str = "full", appworld_root: str | None = None,
+                 appworld_reward: str = "all"):
+        super().__init__(view)
+        self.prompt = PROMPT  # in either view: no model is made for these tasks
+        python = data.interpreter()
+        given = Path(appworld_root).resolve() if appworld_root else data.small_world()
+        root = data.usable(given)
+        self.splits = data.splits(root, official=bool(appworld_root))
+        self.test_splits = tuple(self.splits)[2:]
+        self.share_of_tests = appworld_reward == "tests"
+        self.judge = Judge(python, root)
+        self._episode = None
+
+    def task_generator(self):
+        return import_module("environments.appworld.tasks").TaskGenerator(self)
+
+    def start(self, task: dict) -> str:
+        self.close()
+        self._task = task
+        self._replies = 0
+        self.changes = None  # what the episode has left in the apps, once it is over
+        self._episode = self.judge.begin(task)
+        owner = self._episode.owner
+        return (f"I am {owner['first_name']} {owner['last_name']}; my email address is "
+                f"{owner['email']} and my phone number {owner['phone_number']}.\n\n"
+                f"{self._episode.text}")
+
+    def step(self, reply: str) -> Step:
+        self._replies += 1
+        last = self._replies == self.max_steps
+        code = code_of(reply)
+        told = Ran(FORM, done=False, calls=[])
+        try:
+            if code is not None:
+                told = self._episode.run(code)
+            if not told.done and not last:
+                return Step(told.output, 0.0, False, idle=code is None)
+            self.changes = self._episode.changes()
+        except Gone as error:
+            self._episode = None
+            return Step(f"The episode is over: {error}.", 0.0, True)
+        self.close()
+        reward = self.judge.share(self._task, self.changes)
+        if not self.share_of_tests:
+            reward = float(reward == 1)
+        return Step(told.output, reward, True)
+
+    def possible(self) -> tuple[list[str], str]:
+        return [], "Python, such as print(apis.supervisor.show_profile())"
+
+    def reply(self, action: str) -> str:
+        return action if "```" in action else block(action)
+
+    def expert(self):
+        return saying(map(block, self.solution(self._task)))
+
+    def close(self) -> None:
+        if self._episode:
+            self._episode.end()
+        self._episode = None
+
+    def solution(self, task: dict) -> list[str]:
+        """The code of a task's solution, a reply each."""
+        return task["code"] if "code" in task else data.solution(self.judge.root, task["start"])
+
+
+def code_of(reply: str) -> str | None:
+    """The first block of Python in a reply, also one that does not end; None: there is none."""
+    found = re.search(r"```python\n(.*?)(?:```|\Z)", reply, re.DOTALL)
+    return found[1].strip() if found else None
+
+
+def block(code: str) -> str:
+    return f"```python\n{code}\n```"

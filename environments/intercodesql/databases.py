@@ -1,0 +1,384 @@
+"""The databases behind InterCodeSQL, and everything that keeps model-written SQL harmless.
+
+`Sqlite` is embedded, `MySQL` on a MySQL or MariaDB server. `run(sql)` answers an agent, `ask(sql)`
+a gold query: with a list of row tuples, None where there is no result set, or an error text that
+starts with ERROR. Both only read, one statement at a time, within limits of time and size.
+"""
+
+import hashlib
+import os
+import re
+import sqlite3
+import struct
+import time
+from urllib.parse import unquote, urlsplit
+
+from environments import Refused
+from envs import EnvError
+
+ERROR = "Error executing query: "
+MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # of one result
+SECONDS = 2                                   # a query may run; in sqlite, of the CPU's time
+VM_STEPS = 10_000_000                         # and in sqlite so many, a count that is reproducible
+LOOK = 1_000                                  # steps after which both are looked at
+INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
+TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
+DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer, or a server's rights
+REMEDY = "python -m environments.intercodesql.spider makes users that may only read"
+SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
+          "server version for the right syntax to use near '{rest}' at line 1")
+INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
+
+# Texts, names in backticks and comments of a query. Comments that a server obeys are none.
+_BESIDE_CODE = re.compile(r"""
+    (?P<text>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*")
+  | `(?P<name>[^`]*)`
+  | /\*(?![!+]|M!).*?\*/ | --(?=[\s\x00-\x1f\x7f]|$)[^\n]* | \#[^\n]*
+""", re.X | re.S)
+_READS = re.compile(
+    r"[\s(]*(?:select|with|desc|describe|explain|show\s+(?:full\s+)?(?:tables|columns|fields|index|"
+    r"indexes|keys|databases|create\s+table))\b", re.I)
+# What a server's rights to read alone do not stop: to wait, to lock, to undo the limit of time, and
+# to see what others ask there.
+_REFUSED = re.compile(
+    r"/\*|@@|\binto\s+(?:outfile|dumpfile)\b|\bfor\s+(?:update|share)\b|\block\s+in\s+share\b|"
+    r"\b(?:information_schema|performance_schema)\s*\.|"
+    r"\b(?:sleep|benchmark|load_file|(?:get|release|is_free|is_used)_lock|release_all_locks|"
+    r"\w+_wait|wait_\w+)\s*\(", re.I)
+
+
+def code_of(sql: str) -> str:
+    """A query without its comments, what its texts say, and the quotes of its names."""
+    def code(found):
+        if found["name"] is not None:
+            return found["name"] if found["name"].isidentifier() else "name"
+        return "''" if found["text"] else " "
+    return _BESIDE_CODE.sub(code, sql)
+
+
+def unread(sql: str) -> str | None:
+    """Why a text is no query that reads, as an error text; None if it is one."""
+    if len(sql) > 5000:
+        return ERROR + "The query is longer than 5,000 characters"
+    if _READS.match(code_of(sql)):
+        return None
+    return ERROR + ("Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and "
+                    "EXPLAIN are allowed")
+
+
+def refusal(sql: str) -> str | None:
+    """Why an agent's query is not passed on to a server, as an error text; None if it is. What it
+    hides from this look is left to the server: rights, limits."""
+    found = _REFUSED.search(code_of(sql))
+    return unread(sql) or found and f"{ERROR}{found[0]!r} is not allowed"
+
+
+def _of_all(function):
+    """The function of values of which none is NULL; else NULL."""
+    return lambda *values: None if None in values else function(*values)
+
+
+def _concat_ws(between, *texts):
+    return str(between).join(str(text) for text in texts if text is not None)
+
+
+# Functions that sqlite lacks: name -> (how many values, -1 for any number; what it does)
+FUNCTIONS = {
+    "concat": (-1, _of_all(lambda *texts: "".join(map(str, texts)))),
+    "concat_ws": (-1, _concat_ws),
+    "if": (3, lambda condition, yes, no: yes if condition else no),
+    "left": (2, _of_all(lambda text, count: str(text)[:max(count, 0)])),
+    "right": (2, _of_all(lambda text, count: str(text)[::-1][:max(count, 0)][::-1])),
+    "char_length": (1, _of_all(lambda text: len(str(text)))),
+    "greatest": (-1, _of_all(max)),
+    "least": (-1, _of_all(min)),
+    "year": (1, _of_all(lambda date: int(date[:4]))),
+    "month": (1, _of_all(lambda date: int(date[5:7]))),
+    "day": (1, _of_all(lambda date: int(date[8:10]))),
+}
+# and of its own those that read no files and make no long texts
+CALLED = FUNCTIONS.keys() | set(
+    "abs avg ceil ceiling coalesce count cume_dist date datetime dense_rank first_value floor "
+    "group_concat ifnull iif instr julianday lag last_value lead length like lower ltrim max min "
+    "mod nth_value ntile nullif percent_rank pow power rank replace round row_number rtrim sign "
+    "sqrt strftime substr substring sum time total trim typeof upper".split())
+
+
+class Sqlite:
+    """A database in memory, made by an SQL script. An authorizer lets queries read its own tables
+    and call what CALLED names, and nothing else."""
+
+    def __init__(self, name: str, script: str):
+        # Without cached statements, whose steps would count on from one time to the next.
+        self.name, self._db = name, sqlite3.connect(
+            ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
+        try:
+            self._db.executescript(_without_case(script))
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            self._db.close()
+            raise Refused(f"--intercode-data: sqlite cannot read database {name} of the dump: "
+                          f"{error}; play it on a server, --mysql-url") from None
+        self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
+                               "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
+        if hasattr(self._db, "setlimit"):  # from Python 3.11
+            self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000)
+        self._tables = sorted(self._db.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
+        self._columns = {table.lower(): self._describe(table) for table, in self._tables}
+        for function, (count, does) in FUNCTIONS.items():
+            self._db.create_function(function, count, does, deterministic=True)
+        self._db.set_authorizer(self._authorize)
+        self._db.set_progress_handler(self._is_over, LOOK)
+
+    def run(self, sql: str):
+        return unread(sql) or self.ask(sql)
+
+    def ask(self, sql: str):
+        self._steps, self._until = 0, time.thread_time() + SECONDS
+        try:
+            if _SHOWS.match(code := code_of(sql)):
+                return self._show(code)
+            return _fetch(self._db.execute(in_sqlite(sql)))
+        except MemoryError:
+            return INTERRUPTED
+        # Two statements are an sqlite3.Warning before Python 3.12; a NUL is a ValueError.
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            return self._error(str(error), sql.strip())
+
+    def close(self):
+        self._db.close()
+
+    def _is_over(self) -> bool:
+        self._steps += LOOK
+        return self._steps >= VM_STEPS or time.thread_time() > self._until
+
+    def _authorize(self, action, first, second, *_):
+        allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
+                   or action == sqlite3.SQLITE_READ and first.lower() in self._columns
+                   or action == sqlite3.SQLITE_FUNCTION and second.lower() in CALLED)
+        return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+    def _show(self, code: str) -> list[tuple] | str:
+        if _SHOW_TABLES.fullmatch(code):
+            return self._tables
+        if not (asked := _DESCRIBE.fullmatch(code)):
+            return ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here"
+        unknown = f"{ERROR}Table '{self.name}.{asked[1]}' doesn't exist"
+        return self._columns.get(asked[1].lower(), unknown)
+
+    def _describe(self, table: str) -> list[tuple]:
+        """MySQL's six columns: Field, Type, Null, Key, Default, Extra."""
+        foreign = {row[3].lower() for row in
+                   self._db.execute(f'PRAGMA foreign_key_list("{table}")')}
+        return [(name, kind.lower(), "NO" if required or key else "YES",
+                 "PRI" if key else "MUL" if name.lower() in foreign else "", default, "")
+                for _, name, kind, required, default, key in
+                self._db.execute(f'PRAGMA table_info("{table}")')]
+
+    def _error(self, said: str, sql: str) -> str:
+        """MySQL's text for sqlite's, as the tiny model learned to read it, or sqlite's own."""
+        for pattern, text in _AS_MYSQL:
+            if found := re.fullmatch(pattern, said, re.S):
+                name = "".join(filter(None, found.groups()))
+                rest = sql[max(sql.rfind(name), 0):] if name else ""
+                return ERROR + text.format(name=name, database=self.name, rest=rest,
+                                           clause=_clause_of(name, sql))
+        return ERROR + said
+
+
+def _clause_of(name: str, sql: str) -> str:
+    """The clause of a query in which a column's name comes first."""
+    clause = "field list"
+    for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
+                            + re.escape(name) + r"(?!\w)", sql, re.I):
+        if not word[1]:
+            break
+        clause = word[1].lower() + (" statement" if word[1].lower() == "group" else " clause")
+    return clause
+
+
+# What sqlite says, and what MySQL says of it.
+_AS_MYSQL = [
+    (r"no such table: (.*)", "Table '{database}.{name}' doesn't exist"),
+    (r"no such column: (.*)", "Unknown column '{name}' in '{clause}'"),
+    (r"ambiguous column name: (.*)", "Column '{name}' in {clause} is ambiguous"),
+    (r"(?:no such function|not authorized to use function): (.*)",
+     "FUNCTION {database}.{name} does not exist"),
+    (r"misuse of aggregate.*", "Invalid use of group function"),
+    (r'near "(.*)": syntax error|unrecognized token: "(.*)"|incomplete input', SYNTAX),
+    (r"not authorized|access to .* is prohibited", DENIED[len(ERROR):]),
+    (r"interrupted", INTERRUPTED[len(ERROR):]),
+    (r"string or blob too big", TOO_LARGE[len(ERROR):]),
+]
+
+_SHOWS = re.compile(r"\s*(?:show|desc|describe|explain)\b", re.I)
+_SHOW_TABLES = re.compile(r"\s*show\s+tables[\s;]*", re.I)
+_DESCRIBE = re.compile(
+    r"\s*(?:desc|describe|explain|show\s+columns\s+(?:from|in))\s+(\w+)[\s;]*", re.I)
+
+# What sqlite takes for a text, a name or a comment; else a quotient, and functions whose names are
+# words of its joins.
+_SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
+                     r"\b(left|right)(?=\s*\()", re.I | re.S)
+
+
+def in_sqlite(sql: str) -> str:
+    """A query as sqlite is asked it, so that / gives a fraction of whole numbers too."""
+    def written(found):
+        if found[2]:
+            return f'"{found[2]}"'
+        return found[1] or "* 1.0 /"
+    return _SQLITE.sub(written, sql)
+
+
+_TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", re.I)
+
+
+def _without_case(script: str) -> str:
+    """A script whose columns of text compare as MySQL's do, without case."""
+    def table(found):
+        return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", found[0])
+    return re.sub(r"CREATE TABLE [^;]*", table, script, flags=re.I)
+
+
+def _fetch(cursor) -> list[tuple] | str:
+    """All rows of a cursor that yields them one by one, or TOO_LARGE."""
+    rows, characters = [], 0
+    while row := cursor.fetchone():
+        rows.append(row)
+        characters += sum(len(v) for v in row if isinstance(v, (str, bytes)))
+        if len(rows) > MAX_ROWS or characters > MAX_CHARACTERS:
+            return TOO_LARGE
+    return rows
+
+
+class MySQL:
+    """A database of a MySQL or MariaDB server, with a connection of its own, as the user that
+    `load_intercode` made for it. The server ends a query after SECONDS; should it not, the client
+    stops listening soon after and kills the query from another connection."""
+    TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
+    DENIED = {1044, 1045, 1049, 1698}
+    # What the server says when it is full, ends, or lost the client, or on a KILL not ours.
+    LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
+
+    def __init__(self, name: str, url: str):
+        self.name, self._url, self._connection = name, url, None
+        self._ask(self._connect)
+
+    def run(self, sql: str):
+        return refusal(sql) or self.ask(sql)
+
+    def ask(self, sql: str):
+        return self._ask(lambda: self._run(sql))
+
+    def close(self):
+        if self._connection and self._connection.open:
+            self._connection.close()
+        self._connection = None
+
+    def _connect(self):
+        self._connection = connect(self._url, user=database_user(self._url, self.name),
+                                   database=self.name)
+        limit = (f"max_statement_time = {SECONDS}"
+                 if "MariaDB" in self._connection.get_server_info() else
+                 f"max_execution_time = {1000 * SECONDS}")
+        self._connection.query(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
+
+    def _run(self, sql):
+        pymysql, started = driver(), time.monotonic()
+        cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
+        try:
+            cursor.execute(sql)
+            if cursor.description is None:
+                return None
+            answer = _fetch(cursor)
+        except pymysql.MySQLError as error:
+            (code, text), took = (*error.args, "", "")[:2], time.monotonic() - started
+            if code in self.TIMED_OUT or code == 1317 and took > 0.9 * SECONDS:
+                return INTERRUPTED
+            if code == 2013 and took > SECONDS + 2.5:  # the client's own limit, see `connect`
+                answer = INTERRUPTED
+            elif (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
+                    and code not in self.LOST):  # else it is the connection's
+                return f"{ERROR}{text}"
+            else:
+                raise
+        except ValueError as error:  # text that is no UTF-8, in the query or in the result
+            answer = f"{ERROR}{error}"
+        if not isinstance(answer, list):
+            self._kill()
+        return answer
+
+    def _kill(self):
+        """Ends what runs on this connection, from another one, which takes its place."""
+        thread = self._connection.thread_id()
+        self._abandon()
+        self._connect()
+        try:
+            self._connection.query(f"KILL {thread}")
+        except driver().MySQLError as error:
+            if error.args[:1] != (1094,):  # it has ended by itself
+                raise
+
+    def _abandon(self):
+        """Closes the socket without a word to the server."""
+        if self._connection:
+            if self._connection._result:  # or PyMySQL would go on reading it
+                self._connection._result.unbuffered_active = False
+            self._connection._force_close()
+            self._connection = None
+
+    def _ask(self, work):
+        """work(), where an error beside the query is Refused for a user's rights, else EnvError."""
+        where = f"{server_of(self._url)}, database {self.name}"
+        try:
+            return work()
+        except driver().MySQLError as error:
+            code, text = (*error.args, "", "")[:2]
+            self._abandon()
+            if code in self.DENIED:
+                raise Refused(f"--mysql-url: {where}: {text}; {REMEDY}") from None
+            raise EnvError(f"{where}: {text or error}; see that the server runs and is within reach"
+                           ) from None
+
+
+def driver():
+    """PyMySQL, which only a server needs."""
+    try:
+        import pymysql
+    except ImportError as error:
+        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+    return pymysql
+
+
+def connect(url: str, **options):
+    """A connection to mysql://user:password@host:port; the password may be in MYSQL_PWD instead."""
+    parts, pymysql = urlsplit(url), driver()
+    try:
+        # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
+        # episode 20 ms; within one machine it protects nothing.
+        return pymysql.connect(**{**dict(
+            host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
+            password=password_of(parts), charset="utf8mb4", autocommit=True, local_infile=False,
+            connect_timeout=5, read_timeout=SECONDS + 3, write_timeout=SECONDS + 3,
+            ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
+    except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
+        raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
+    except RuntimeError as error:  # a PyMySQL that cannot take MySQL 8's passwords
+        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+
+
+def password_of(parts) -> str:
+    return os.environ.get("MYSQL_PWD", "") if parts.password is None else unquote(parts.password)
+
+
+def server_of(url: str) -> str:
+    """The server's address without user and password, for messages."""
+    parts = urlsplit(url)
+    return f"mysql://{parts.hostname}:{parts.port or 3306}"
+
+
+def database_user(url: str, database: str) -> str:
+    """The user that may read `database` and nothing else; MySQL allows 32 characters."""
+    name = unquote(urlsplit(url).username)[:21]
+    return f"{name}_{hashlib.sha256(database.lower().encode()).hexdigest()[:10]}"

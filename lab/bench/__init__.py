@@ -1,1 +1,0 @@
-"""What the program costs, beside others' code and on one GPU."""

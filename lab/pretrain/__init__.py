@@ -1,1 +1,0 @@
-"""Base models: the shipped tiny one, and SmolLM2 from a package index."""

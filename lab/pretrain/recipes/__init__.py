@@ -1,1 +1,0 @@
-"""Practice texts of the built-in environments, a file each."""
