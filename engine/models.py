@@ -6,13 +6,13 @@
 import gc
 import itertools
 import math
+import os
 import re
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -64,8 +64,9 @@ def named(flag: str):
 
 @cache
 def say_once(text: str) -> None:
-    """Prints a line the first time that it is called with it."""
-    tqdm.write(text)
+    """Prints a line the first time that it is called with it; of several ranks the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(text)
 
 
 def file_of(folder, name: str) -> str | None:
@@ -108,15 +109,21 @@ def is_causal_lm(config) -> bool:
 
 
 def read_whole_config(folder):
-    """Returns the config in a folder without switches for what a forward pass returns beside the
-    logits. With output_attentions, for example, a model cannot be saved."""
+    """Returns the config in a folder, in which a forward pass returns the logits alone."""
     config = read(transformers.AutoConfig, folder)
-    for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
-        for name, value in list(vars(part or SimpleNamespace()).items()):
-            if name.lstrip("_").startswith("output_") and value is True:
-                setattr(part, name, False)
-    config.return_dict = True
+    reset_outputs(config)
     return config
+
+
+def reset_outputs(config) -> None:
+    """Resets what a config and the configs in it add to the outputs of a forward pass. A model with
+    output_attentions, for example, cannot be saved."""
+    config.return_dict = True
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            reset_outputs(value)
+        elif name.lstrip("_").startswith("output_") and value is True:
+            setattr(config, name, False)
 
 
 def read_config(folder):
@@ -330,6 +337,8 @@ def check_can_be_saved(model, encoder: Encoder) -> None:
     with TemporaryDirectory() as folder:
         try:
             write(model, encoder, folder, {})
+        except OSError:  # of the disk
+            raise
         except Exception as error:  # of transformers' checks, whichever fails
             raise Refused(f"--model {model.name_or_path}: an agent trained from it could not be "
                           f"saved: {first_line(error)}; correct its config.json") from None
@@ -379,8 +388,8 @@ def write_for_transformers_4(folder: Path) -> None:
     for name in ("is_local", "local_files_only", "auto_map"):
         config.pop(name, None)
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    special = config.pop("extra_special_tokens", [])
-    config["additional_special_tokens"] = special
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
     write_json(folder / "tokenizer_config.json", config)
 
 
