@@ -124,19 +124,17 @@ def test_a_saved_agent_is_read_alike_by_transformers_4(family, tmp_path):
         config["auto_map"] = dict(AutoModelForCausalLM="modeling.Model", AutoTokenizer=["code.T", None])
         (tmp_path / "base" / file).write_text(json.dumps(config))
     folder = tmp_path / "base"
-    written = []
     for agent in ("first", "second"):  # which is trained from the first
         model, encoder = models.read_model(folder).eval(), models.read_encoder(folder)
         folder = tmp_path / agent
         models.save(SimpleNamespace(is_main_process=True), model, encoder, folder)
-        written.append([(folder / file).read_text() for file in ("config.json", "tokenizer_config.json")])
-    config, of_tokenizer = map(json.loads, written[0])
-    assert written[0] == written[1]
-    assert {name: config[name] for name in names} == names
-    assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert of_tokenizer["additional_special_tokens"] == ["<|im_start|>"]
-    unwanted = {"auto_map", "is_local", "local_files_only", "extra_special_tokens"}
-    assert not unwanted & (config.keys() | of_tokenizer.keys())
+        config = json.loads((folder / "config.json").read_text())
+        of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        assert {name: config[name] for name in names} == names
+        assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert of_tokenizer["additional_special_tokens"] == ["<|im_start|>"]
+        unwanted = {"auto_map", "is_local", "local_files_only", "extra_special_tokens"}
+        assert not unwanted & (config.keys() | of_tokenizer.keys())
 
     text = "".join(["<|im_start|>user\n", "find a red mug " * 6, "<|im_end|>\n"])
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -148,7 +146,8 @@ def test_a_saved_agent_is_read_alike_by_transformers_4(family, tmp_path):
         read = subprocess.run([python, "-c", CODE, folder, text], capture_output=True, text=True)
         assert read.returncode == 0, read.stderr[-3000:]
         ids_there, logits, special = json.loads(read.stdout.splitlines()[-1])
-        assert (ids_there, special) == (ids, sorted(tokenizer.all_special_tokens))
+        assert ids_there == ids
+        assert special == sorted(models.read_tokenizer(folder).all_special_tokens)
         torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=1e-4)
 
 
