@@ -116,11 +116,11 @@ def known_by(given, agents: dict[Path, str]):
 
     Args:
         given: A path, or a list or dictionary of inputs.
-        agents: The run's agents, and how each was made.
+        agents: The run's agents, and how each was made; a base on the hub, and its commit.
 
     Returns:
-        Of a file its bytes, hashed; of an agent of the run how it was made; of another folder the
-        bytes of its files; of what is not there, as on the hub, its name; of several a list.
+        Of a file its bytes, hashed; of an agent of the run how it was made; of a base on the hub
+        its commit; of another folder the bytes of its files; of several a list.
     """
     if isinstance(given, dict):
         given = list(given.values())

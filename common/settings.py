@@ -13,6 +13,7 @@ The first line of a class's docstring is the heading of its settings in --help.
 import argparse
 import inspect
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -189,6 +190,21 @@ def names_in(reads: tuple) -> set[str]:
 # ---------------------------------------------------------------------------- the command line
 
 
+def command_words(argv: list[str]) -> list[str]:
+    """Returns the words of a command line with ~ expanded in values. Raises Refused if a value is
+    empty, as that of an unset variable is, which would silently mean that nothing was given."""
+    words = []
+    for n, word in enumerate(argv):
+        name, equals, value = "", "", word
+        if word.startswith("--") or "=~" in word:
+            name, equals, value = word.partition("=")
+        if not value.strip() and (equals or not name):
+            raise Refused(f"{name or (argv[n - 1] if n else 'the first argument')}: the value is "
+                          "empty; give one, or leave the flag out")
+        words.append(name + equals + os.path.expanduser(value))
+    return words
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise Refused(f"{message}; --help lists the settings")
@@ -216,6 +232,7 @@ def parse(
     Raises:
         Refused: Something is wrong; the text names all that is.
     """
+    argv = command_words(argv)
     # The environment is read alone before all else, since it has settings of its own.
     of_env = Parser(add_help=False, allow_abbrev=False)
     of_env.add_argument("--env", default=kind.env)

@@ -57,10 +57,10 @@ def check_not_trained_on(run) -> None:
     """Refused where a model that the run begins from was trained on an evaluated task, as far as
     the run that it lies in says so."""
     evaluated = evaluated_tasks(run.env, run.splits)
-    for model in run.given_models():
+    for flag, model in run.given_models().items():
         both = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)} & evaluated
         if both:
-            raise Refused(f"{model}: {len(both)} of {len(evaluated)} evaluated tasks are "
+            raise Refused(f"{flag} {model}: {len(both)} of {len(evaluated)} evaluated tasks are "
                           "also trained on; give other --eval-splits")
 
 

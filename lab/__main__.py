@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     models.MODELS["smollm2"] = smollm2.base
     if is_endpoint(asked.model):  # in no folder; its run has this tokenizer, and no use for it
         models.MODELS[asked.model] = models.MODELS["tiny"]
-    trained_in = run_of(Path(asked.model)) if asked.method == "evaluate" else None
+    trained_in = run_of(Path(asked.model).expanduser()) if asked.method == "evaluate" else None
     flags = way_of(trained_in, asked.env) if trained_in else []
     if flags and command.rank() == 0:
         print(f"{asked.model} plays as it was trained, unless told otherwise: {' '.join(flags)}")

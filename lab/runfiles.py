@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files import read_json
-from common.settings import Refused, flag, settings_of
+from common.settings import Refused, command_words, flag, settings_of
 from environments import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
@@ -31,7 +31,7 @@ def command(name: str, work: Callable) -> None:
     for stream in sys.stdout, sys.stderr:  # a console may lack letters, and is no reason to end
         stream.reconfigure(errors="backslashreplace")
     try:
-        work(sys.argv[1:])
+        work(command_words(sys.argv[1:]))
     except Exception as error:
         from engine.command import one_line, rank  # only here: most commands need no torch
         line = one_line(error)

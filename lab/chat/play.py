@@ -176,10 +176,12 @@ def main(argv: list[str]) -> None:
                        coevolve.Settings, coevolve.METHODS, environment)
     transformers.utils.logging.disable_progress_bar()
     env = make(s.env, s.view, **asdict(options))
-    encoder = Encoder(folder)
+    with models.named("--agent"):
+        encoder = Encoder(folder)
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
-        agent = Agent(folder, config_of(run), encoder, env.stops) if run else None
+        with models.named("--agent"):
+            agent = Agent(folder, config_of(run), encoder, env.stops) if run else None
         say(play(env, encoder, task, s.max_tokens if run else math.inf, agent))
     finally:
         env.close()
