@@ -192,7 +192,7 @@ class Player:
         what = t.task, t.rollout
         if t.steps:
             _, last = self.paid.last[what]
-            if last["prompt_tokens"] + last["completion_tokens"] >= s.max_tokens:
+            if last.get("context_tokens", 0) >= s.max_tokens:
                 return [None]
         messages = t.messages
         if self.examples:  # which open with the rules
