@@ -74,7 +74,7 @@ OF_FILTER = re.compile(r"filter|\bpolic(y|ies)|flagged|moderation|safety|inappro
 QUOTED_PARAM = re.compile(r"[\w.\[\]-]{0,60}")  # a quoted name is part of a message
 # Quoted text. One whose end was cut off runs to the end; an apostrophe in a word ends none.
 QUOTES = re.compile(r"""
-    ```.*?(?:```|\Z) | `([^`]*)` | (?<!\d)"((?:\\.|[^"\\])*)(?:"|\Z) | “([^”]*)”? | «([^»]*)»?
+    ```.*?(?:```|\Z) | `([^`]*)` | (?<!\d)"((?:\\.|[^"\\])*)\\?(?:"|\Z) | “([^”]*)”? | «([^»]*)»?
   | „([^“”]*)[“”]? | (?<!\w)'((?:[^']|(?<=\w)'(?=\w))*)'(?!\w) | ‘((?:[^’]|’(?=\w))*)(?:’|\Z)
 """, re.S | re.X)
 # Optional fields of a request, and words by which a message refuses one.
@@ -114,7 +114,7 @@ MARKS = re.compile(rf"""
   | (?P<end> </s> | <eos> | <(?:end|start)_of_\w{{1,30}}> | <[|｜][\w▁./-]{{1,40}}[|｜]?>
       | <[\w▁./-]{{1,40}}[|｜]> | (?-i:(?<!click)(?<!search)\[(?:EOS|EOT|END)\]) | \[/INST\])
   | (?P<quoted>  # an action, a string of code or a page, in which nothing is a mark
-        \[(?:[^\[\]\n]|\[[^\[\]\n]*\])*\] | (?<!\d)"(?:\\.|[^"\\\n])*" | (?<!\w)'[^'\n]*'(?!\w)
+        \[(?:[^\[\]\n]|\[[^\[\]\n]*\])*\] | (?<![\d\\])"(?:\\.|[^"\\\n])*" | (?<!\w)'[^'\n]*'(?!\w)
       | (?<!`)`[^`\n]+`(?!`) | <s>[^<\n]*</s>)
 """, re.I | re.S | re.X)
 
