@@ -104,7 +104,7 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run,
         first = max(k for k in written if k - 1 not in written)
         p = plain_log_probs(model, row["ids"], [0] * first + row["action_mask"][first:],
                             encoder.sampler().never).sum().exp().item()
-        told = re.findall(r"of probability (\d+\.\d)%; Enter", said)
+        told = re.findall(r"with probability (\d+\.\d)%; Enter", said)
         assert len(told) == row["steps"]
         assert float(told[-1]) == pytest.approx(100 * p, abs=0.06)
 
