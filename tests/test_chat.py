@@ -203,7 +203,7 @@ def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, c
     endpoint.faults = said[2:]
     r = run()
     assert numbers_of(r)["cut_prompts"] == 4 * cut and [e["steps"] for e in rows_of(r)] == [3] * 4
-    assert bool(cut) <= capsys.readouterr().err.count("leaves some out") <= 2 * cut
+    assert bool(cut) <= capsys.readouterr().err.count("server truncates it") <= 2 * cut
 
 
 # -------------------------------------------------------------------- stopped, refused, changed
@@ -707,8 +707,8 @@ def test_what_does_not_go_together_is_refused():
             ("--method grpo --step-rollouts 1", "--step-rollouts 1: must be at least 2"),
             ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),
             ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
-            ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
-            ("--model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
+            ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and --method chat"),
+            ("--model http://a:b/v1 --model-name m", "needs --method chat, and --method chat"),
             ("--model http://a/v1", "--model-name: give the model's name"),
             ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")]:
         with pytest.raises(Refused, match=says):

@@ -70,7 +70,7 @@ def test_mistakes_are_told(small_run):
             (["webshop", "--betta", "1"], "unrecognized arguments: --betta 1"),
             (["webshop", "--mysql-url", "mysql://a@b"], "unrecognized arguments: --mysql-url"),
             (["webshop", "--agent", "/nowhere"], "--agent /nowhere: neither a run"),
-            (["intercodesql", "--agent", str(small_run)], "was trained on webshop, not on intercodesql"),
+            (["intercodesql", "--agent", str(small_run)], "was trained on webshop, not on"),
             (["intercodesql", "--intercode-data", "/nowhere"], "/nowhere")]:
         with pytest.raises(Refused, match=said):
             main(argv)
