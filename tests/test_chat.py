@@ -175,11 +175,9 @@ def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(e
 
 
 def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
-    for why in (
-            "max_tokens is too large: 256. This model's maximum context length is 128 tokens",
-            "max_tokens is too large: 256. This model supports at most 128 completion tokens",
-            "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
-            "the valid range of max_tokens is [1, 128]"):
+    for why in ("max_tokens is too large: 256. This model supports at most 128 completion tokens",
+                "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
+                "the valid range of max_tokens is [1, 128]"):
         endpoint.faults = [(400, why, {})]
         with pytest.raises(Refused, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
             run()
@@ -296,9 +294,7 @@ PASSING = [  # what may be gone in a moment, as a fault of the endpoint's or in 
     None, "cut", (503, "no", {}), (200, "half a", {}), (200, "[" * 100_000, {}), (200, '{"choices": []}', {}),
     (200, '{"error": "we are sorry"}', {}), answer(content=HALF, finish_reason="abort"),
     answer(content=HALF, error=dict(message="late", code=502)), answer(content=dict(text=HALF)),
-    answer(content="", finish_reason="network_error"), answer(content=HALF, finish_reason="failed"),
-    answer(content="", finish_reason="insufficient_system_resource"),
-    (200, json.dumps(dict(error=dict(message="late"), choices=[dict(message=dict(content="x"))])), {}),
+    answer(content="", finish_reason="network_error"),
     choice(finish_reason="stop", error="overloaded", message=dict(content=HALF)),
     choice(finish_reason="stop", message=None), choice(finish_reason="stop", text=HALF)]
 
@@ -324,10 +320,8 @@ def test_what_does_not_pass_is_one_line_without_the_key(call):
 
 REFUSED = [
     answer(content=None, finish_reason="content_filter"), answer(content=HALF, finish_reason="content_filter"),
-    answer(content="", finish_reason="content_filter: PROHIBITED_CONTENT"), answer(content=HALF, finish_reason="SPII"),
-    answer(content=None, finish_reason="SAFETY"), answer(content=None, refusal="I cannot help with that"),
+    answer(content=None, refusal="I cannot help with that"),
     answer(content=[dict(type="refusal", refusal="no")]), answer(content=None, finish_reason="OTHER"),
-    answer(content=None, finish_reason="MALFORMED_FUNCTION_CALL"),
     (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (403, "flagged", {}), (451, "no", {}),
     answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))], finish_reason="tool_calls"),
     answer(content=None, function_call=dict(name="ls"))]
@@ -422,8 +416,7 @@ THOUGHTS = [
         "<think>a <reasoning>b</reasoning> Action: submit", f"{ANALYSIS}<|end|>{FINAL}",
         "<thinking hard=yes>Action: submit"))]
 # What stays as it is: marks that an agent writes of.
-PLAIN = ["click[<b>Buy</b> now]", "<b>bold</b>", "SELECT a FROM t WHERE b < 3 AND c > 2",
-         "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
+PLAIN = ["click[<b>Buy</b> now]", "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
          "click[thoughts]", "click[big [THINK] poster]", "SELECT * FROM t WHERE a = '</think>'",
          'print("<think>")', "SELECT 'I <think> so'", "x = [reason]\nprint(x)", "<s>10</s> 8",
          '{"text": "say \\"<think>\\" to <|im_end|>"}', "`</think>` ends it", " c \n",
@@ -458,14 +451,11 @@ TOO_LONG = [  # as providers write it, one for each part of the pattern; several
     '{"code": "context_length_exceeded"}', "{'type': 'exceed_context_size_error', 'code': None}"]
 NOT_LONG = [  # (status, text, tries)
     (413, "Request too large for m on tokens per minute (TPM): Limit 6000, Requested 6627", 1),
-    (400, "Request exceeds your rate limit of 10000 tokens per minute", 1),
     (400, "Token quota exceeded", 1), (400, "Request contains an image too large to process", 1),
     (400, "Unknown parameter: 'context_window'.", 1), (400, "request header too long", 1),
-    (400, "Unrecognized request argument supplied: context_length", 1),
     (400, "prompt must be at least 1 token long", 1), (400, "'aa' is too long - 'messages.1.name'", 1),
     (429, "Throttling error: Too many tokens, please wait before trying again.", 8),
-    (503, "The request queue is too long", 8), (504, "upstream request took too long", 8),
-    (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
+    (503, "The request queue is too long", 8), (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
 
 
 QUOTE = 'message "is" longer than the maximum, and temperature should only be 1'
@@ -588,14 +578,11 @@ RENAMED = "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' i
 FIELDS = [  # (refusals, the fields that are sent after them)
     *(([text], "max_tokens") for text in (
         "Unsupported value: 'temperature' does not support 0 with this model.",
-        "`temperature` is deprecated for this model.", "incompatible request argument: temperature",
-        "Unsupported parameter: temperature", "unknown field: `temperature`",
+        "`temperature` is deprecated for this model.",
         '{"detail": [{"type": "extra_forbidden", "loc": ["body", "temperature"], "msg": "Extra inputs '
         'are not permitted", "input": 0}]}',
         '{"error": {"message": "Unsupported parameter", "param": "temperature"}}',
-        "temperature and top_p cannot both be given", "`temperature` must be strictly positive",
         "temperature: Input should be less than or equal to 1")),
-    (["max_tokens: Extra inputs are not permitted"], "temperature"),
     (["Unrecognized request argument supplied: max_tokens"], "temperature"),
     (["unexpected: temperature", "model m does not accept max_tokens"], ""),
     ([RENAMED], "temperature max_completion_tokens"),

@@ -51,7 +51,8 @@ KINDS = {
     "filter": re.compile("filter|policy|moderat|safety|sensitiv|inspect|flagg|prohibit|block|harm|"
                          "jailbreak|inappropriate|guardrail|censor", re.I),
     "other": re.compile("rate_?limit|quota|billing|throttl|too_?many_?requests|api_?key|auth|image|"
-                        "per_?(second|min|hour|day)|permission|not_?found|time_?out|overload", re.I),
+                        "per_?(second|min|hour|day)|permission|not_?found|time_?out|overload",
+                        re.I),
     "length": re.compile(r"context|(prompt|input|message|content|token)\w*(long|large|length|"
                          r"exceed|limit|overflow)|(request|entity|payload)_?too_?large", re.I),
 }
@@ -93,7 +94,8 @@ WHOLE = re.compile("|stop.*|eos.*|end.*|complete.*", re.I)
 # Reasoning content, in a field or in a tag such as <think>, [THINK], ◁think▷, <seed:think>,
 # <|begin_of_thought|> or <|END_THINKING|>. All repeats are bounded: matching takes linear time.
 REASONING = "think|thought|reason|reflect"
-ATTRIBUTES = r"""(?:\s{1,9}[\w:-]{1,30}\s?=\s?(?:"[^"<>]{0,99}"|'[^'<>]{0,99}'|[^\s"'<>]{1,99})){0,9}"""
+ATTRIBUTES = (r"""(?:\s{1,9}[\w:-]{1,30}\s?=\s?"""
+              r"""(?:"[^"<>]{0,99}"|'[^'<>]{0,99}'|[^\s"'<>]{1,99})){0,9}""")
 TAG = rf"""
     (?: (?P<square>\[) | (?P<triangle>◁) | <[|｜]? )
     (?P<closes>/|end_(?:of_)?)? [\w:.-]{{0,20}}? (?P<word>{REASONING}) [\w:.-]{{0,20}} {ATTRIBUTES}
@@ -110,7 +112,8 @@ MARKS = re.compile(rf"""
   | (?P<final> {FINAL})
   | (?P<channel> <\|channel\|> | \Aanalysis(?=.*assistantfinal))
   | (?P<start> <[|｜][\w▁]{{0,20}}(?:start|begin|assistant)[\w▁]{{0,20}}[|｜]>
-        (?!\s{{0,9}}(?:user|system|tool)) \s{{0,9}} (?:assistant)? \s{{0,9}} (?:<\|end_header_id\|>)?)
+        (?!\s{{0,9}}(?:user|system|tool)) \s{{0,9}} (?:assistant)? \s{{0,9}}
+        (?:<\|end_header_id\|>)?)
   | (?P<end> </s> | <eos> | <(?:end|start)_of_\w{{1,30}}> | <[|｜][\w▁./-]{{1,40}}[|｜]?>
       | <[\w▁./-]{{1,40}}[|｜]> | (?-i:(?<!click)(?<!search)\[(?:EOS|EOT|END)\]) | \[/INST\])
   | (?P<quoted>  # an action, a string of code or a page, in which nothing is a mark

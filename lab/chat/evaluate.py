@@ -117,8 +117,8 @@ class Paid:
         cut = len(messages) > count and 0 < tokens <= before["prompt_tokens"]
         if cut:
             self.notice("cut_prompts", f"{self.endpoint.url}: a conversation grew, but its "
-                        f"prompt did not ({tokens:,} tokens); the server truncates it, so raise its "
-                        "context length (ollama: num_ctx); such requests are counted")
+                        f"prompt did not ({tokens:,} tokens); the server truncates it, so raise "
+                        "its context length (ollama: num_ctx); such requests are counted")
         return cut
 
     def notice(self, name: str, message: str) -> None:
@@ -254,8 +254,8 @@ def examples(run: Run) -> list[dict]:
         if len(conversations) == count:
             break
     if len(conversations) < count:
-        raise Refused(f"--examples {count}: only {len(conversations)} experts succeed on tasks that "
-                      "are not evaluated; lower --examples")
+        raise Refused(f"--examples {count}: only {len(conversations)} experts succeed on tasks "
+                      "that are not evaluated; lower --examples")
     turns = conversations[0]
     for opening, *rest in conversations[1:]:
         turns = [*turns, without_rules(opening, env), *rest]

@@ -143,7 +143,8 @@ def endpoint_of(run: Run) -> Paid:
 
 
 def reply_to(paid: Paid, what: tuple, prompt: str, rest: list[dict]) -> str | None:
-    """Returns the reply to a prompt and the turns after it, or None if the endpoint refuses them."""
+    """Returns the reply to a conversation, which is a prompt and the turns after it, or None if the
+    endpoint refuses it."""
     try:
         return paid.ask(what, [dict(role="user", content=prompt), *rest])["reply"]
     except (ContextFull, NotAnswered):
@@ -196,14 +197,15 @@ def weakness(pick: dict) -> str:
 
 
 def evidence(pick: dict) -> str:
-    conversations = dict(success=pick.get("success") or pick.get("success_then"), failure=pick["failure"])
+    conversations = dict(success=pick.get("success") or pick.get("success_then"),
+                         failure=pick["failure"])
     return "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}"
                        for name, messages in conversations.items() if messages)
 
 
 def told(messages: list[dict], size: int) -> str:
-    """Returns a conversation in at most `size` characters: the end of its first message, and the end
-    of the rest."""
+    """Returns a conversation in at most `size` characters: the end of its first message, and the
+    end of the rest."""
     opening, *rest = messages
     first = f"user: {opening['content'][-OPENING:]}"
     later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
@@ -221,7 +223,7 @@ def objects(reply: str) -> list[dict | None]:
     while start := opening.search(reply, position):
         try:
             value, position = json.JSONDecoder().raw_decode(reply, start.start())
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # fails on a lone surrogate
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
         except (ValueError, RecursionError):
             value = None
             position = max(position, start.end())
@@ -231,7 +233,8 @@ def objects(reply: str) -> list[dict | None]:
 
 
 def written(generator, task: str, value: dict) -> dict:
-    """Returns the proposal {text, task, solution} of an object. Its task is None if it is malformed."""
+    """Returns the proposal {text, task, solution} of an object. The task of a malformed one is
+    None."""
     query = value.get("query")
     actions = value.get("action_sequence")
     is_text = isinstance(query, str) and query.strip() and len(query) <= evolve.LONGEST_TEXT
@@ -251,7 +254,7 @@ Who = limited(str, "must be policy, http://host:port/v1 or https://host/v1",
 @dataclass(frozen=True)
 class Explorer(evolve.Evolution, Stated):
     """The explorer"""
-    # Explorer: "policy" (the agent itself), or a chat endpoint, https://host/v1 [ours; D: Qwen3-Max]
+    # Explorer: "policy" (the agent itself) or a chat endpoint, https://host/v1 [ours; D: Qwen3-Max]
     explorer: Who = "policy"
     # Name of the explorer's model at its endpoint [none]
     explorer_model: Optional[str] = None

@@ -150,8 +150,8 @@ def agent_of(path: Path) -> tuple[Path, Path]:
     existing = [agent for agent in agents if (agent / "config.json").is_file()]
     if run and existing:
         return run, existing[-1]
-    raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in a run; give a "
-                  "folder like runs/webshop-coevolve-s0")
+    raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in a run; give "
+                  "a folder like runs/webshop-coevolve-s0")
 
 
 def chosen(env: World, name: str) -> str:
