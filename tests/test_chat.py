@@ -121,7 +121,6 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slot
     assert (found["reward"], found["success"], found["episodes"]) == (0.25, 0.25, 4)
     assert (found["requests"], found["prompt_tokens"], found["completion_tokens"]) == (10, 1000, 70)
     assert found["retries"] == found["cut_replies"] == 0 and "refused" not in found
-    
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
@@ -160,17 +159,11 @@ def test_rollouts_are_played_apart_and_their_best_is_reported(endpoint, run):
     assert (found["reward"], found["best"], found["best_success"]) == (5 / 8, 3 / 4, 3 / 4)
 
 
-@pytest.mark.parametrize("full", [
-    "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's maximum context "
-    "length is 2048 tokens", None])
-def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(endpoint, run, full):
-    """Or, without such an answer, where --max-tokens are full: an answer takes 107."""
-    def reply(messages):
-        endpoint.faults = [(400, full, {})] if full and len(messages) == 1 else []
-        return "x"
-
-    endpoint.answer = reply
-    r = run() if full else run("--max-tokens", 107, "--max-new-tokens", 20)
+def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(endpoint, run):
+    endpoint.answer = lambda messages: "x"
+    full = 400, "'max_tokens' is too large: 256. This model's maximum context length is 2048 tokens", {}
+    endpoint.faults = [False, full] * 4
+    r = run()
     assert {(e["ended"], e["steps"], len(e["messages"])) for e in rows_of(r)} == {("context", 1, 3)}
 
 

@@ -30,7 +30,7 @@ LONGEST = 120           # maximum wait between two attempts, in seconds [ours]
 MOST = 1_000_000        # maximum size of a response, in bytes [ours]
 BYTES_PER_TOKEN = 4     # for our own estimate [OpenAI's rule of thumb for English]
 LONGEST_ERROR = 4000    # maximum size of an error's message that is judged, in characters [ours]
-END_TOKENS = 16         # tokens that a server may count beyond the text of a reply [ours]
+END_TOKENS = 16         # allowance for special tokens that a server counts in a reply [ours]
 # Numbers that are summed over the responses of a phase. The caller finds cut_prompts.
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
          "completion_tokens")
@@ -40,7 +40,7 @@ PASSING = {408, 409, 425, 429}        # transient statuses, beside 500 and above
 REFUSING = {400, 403, 413, 422, 451}  # statuses that may concern these messages alone
 OF_LENGTH = {400, 413, 422}           # statuses that may concern their length, beside 500 and above
 
-# Fields of an error's body. All other fields may quote the prompt, so they are not read.
+# Fields of an error's body that are read. All others are skipped, because they may quote the prompt.
 CODES = ("code", "error_code", "status")
 TYPES = ("type", "error_type")
 PARAMS = ("param", "loc")
@@ -91,8 +91,9 @@ FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blockli
 CUT = re.compile("length|max_?(output_?)?tokens|context", re.I)
 WHOLE = re.compile("|stop.*|eos.*|end.*|complete.*", re.I)
 
-# Reasoning content, in a field or in a tag such as <think>, [THINK], ◁think▷, <seed:think>,
-# <|begin_of_thought|> or <|END_THINKING|>. All repeats are bounded: matching takes linear time.
+# A field or a tag is of reasoning if its name has one of these words. Examples of tags are <think>,
+# [THINK], ◁think▷, <seed:think>, <|begin_of_thought|> and <|END_THINKING|>. All repeats in the
+# pattern of a tag are bounded, so that matching takes linear time.
 REASONING = "think|thought|reason|reflect"
 ATTRIBUTES = (r"""(?:\s{1,9}[\w:-]{1,30}\s?=\s?"""
               r"""(?:"[^"<>]{0,99}"|'[^'<>]{0,99}'|[^\s"'<>]{1,99})){0,9}""")
@@ -106,7 +107,8 @@ TAGS = re.compile(TAG, re.I | re.X)
 # The start of harmony's final channel, which is the reply (gpt-oss).
 FINAL = (r"(?:<\|end\|>\s{0,9})?(?:<\|start\|>\s{0,9}assistant\s{0,9})?<\|channel\|>\s{0,9}final"
          r"[^<]{0,40}(?:<\|constrain\|>[^<]{0,40})?<\|message\|>")
-FINALS = re.compile(rf"{FINAL}|assistantfinal", re.I)  # or its rest without special tokens
+# A server that drops special tokens leaves "assistantfinal" of it.
+FINALS = re.compile(rf"{FINAL}|assistantfinal", re.I)
 MARKS = re.compile(rf"""
     (?P<tag> {TAG})
   | (?P<final> {FINAL})
@@ -334,7 +336,7 @@ class Fault(NamedTuple):
                 before, nested, after = parsed(value)
                 pending.append(nested)
                 messages.append(f"{before} {after}")
-        # A code that is a number repeats the HTTP status.
+        # Codes that are numbers are skipped, because they repeat the HTTP status.
         words = [str(word) for word in codes + types if re.match("[A-Za-z][^ ]*$", str(word))]
         paths = [".".join(map(str, p)) if isinstance(p, list) else str(p or "") for p in params]
         paths = [re.sub(r"^body\.?", "", path) for path in paths]
@@ -363,7 +365,8 @@ class Fault(NamedTuple):
 
 
 def parsed(text: str) -> tuple[str, list, str]:
-    """Splits a text into what precedes its JSON objects or Python dicts, these, and the rest."""
+    """Parses the JSON objects or Python dicts in a text. Returns the text before them, the list of
+    them, and the text after them."""
     start, end = text.find("{"), text.rfind("}") + 1
     if 0 <= start < end:
         for parse in json.loads, ast.literal_eval:
@@ -511,8 +514,8 @@ def estimated_tokens(text: str) -> int:
 def reply_tokens(reply: str, usage: dict, reasons: bool) -> int:
     """Returns the tokens of a reply without its reasoning.
 
-    They are estimated if the usage reports none, or does not say how many are of reasoning. A text
-    has at most as many tokens as bytes, so that a larger number has hidden reasoning in it.
+    They are estimated if the usage reports no tokens, or has an unknown number of reasoning tokens.
+    A text has at most as many tokens as bytes, so a larger number includes hidden reasoning.
     """
     completion, reasoning = count(usage, "completion_tokens"), reasoning_tokens(usage)
     if 0 < reasoning < completion:

@@ -84,7 +84,7 @@ def play(env: World, encoder: Encoder, task: str, max_tokens: float,
 
     Args:
         env: The environment.
-        encoder: The agent's encoder, or any other one without an agent.
+        encoder: The agent's encoder. Without an agent it is that of any model.
         task: The task's id.
         max_tokens: Maximum length of the episode in tokens.
         agent: The agent that proposes replies, if any.
