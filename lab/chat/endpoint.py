@@ -40,7 +40,7 @@ PASSING = {408, 409, 425, 429}        # transient statuses, beside 500 and above
 REFUSING = {400, 403, 413, 422, 451}  # statuses that may concern these messages alone
 OF_LENGTH = {400, 413, 422}           # statuses that may concern their length, beside 500 and above
 
-# Fields of an error's body that are read. All others are skipped, because they may quote the prompt.
+# Fields of an error's body that are read. All others are skipped: they may quote the prompt.
 CODES = ("code", "error_code", "status")
 TYPES = ("type", "error_type")
 PARAMS = ("param", "loc")
