@@ -391,6 +391,7 @@ THOUGHTS = [
         ("<|channel>thought\n", "<channel|>"), ('<think lang="en" n=1>', "</think>"),
         (" \n<think >", "</think >"), ("", "[/THINK]"), ("", "<|END_THINKING|>"),
         ("<thinking>", "</think>"), ('A 5" mug', "</think>"))),
+    ('\\"<think>a</think>c"', '\\"c"'),  # an escaped quote opens no string
     ("<think></think>c", "c"), ("<think/>c", "c"), ("<think>a</think><think>b</think>c", "c"),
     ("<think>a <think>b</think> Action: submit</think>c", "c"),
     ("<think>a <reasoning>b</reasoning> Action: submit</think>c", "c"),
@@ -451,8 +452,7 @@ NOT_LONG = [  # (status, text, tries)
     (503, "The request queue is too long", 8), (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
 
 
-QUOTE = 'message "is" longer than the maximum, and temperature should only be 1'
-FLAT = QUOTE.replace('"', "")
+QUOTE = "message is longer than the maximum, and temperature should only be 1"
 JUDGED = [  # (the body of an error, ContextFull or NotAnswered): code, then type, param, message
     (dict(message=QUOTE, code="content_filter", param="prompt"), NotAnswered),
     (dict(message=QUOTE, code=400, innererror=dict(code="ResponsibleAIPolicyViolation")), NotAnswered),
@@ -461,12 +461,12 @@ JUDGED = [  # (the body of an error, ContextFull or NotAnswered): code, then typ
     (dict(message="no", code="context_length_exceeded"), ContextFull),
     (dict(message="no", code="400", type="exceed_context_size_error"), ContextFull),
     (dict(message=QUOTE, param="user"), NotAnswered), (dict(message=f"Our policy: {QUOTE}"), NotAnswered),
-    *((dict(message=f"We reject {opens}{FLAT}{closes}!", type="BadRequestError", code=400), NotAnswered)
+    *((dict(message=f"We reject {opens}{QUOTE}{closes}!", type="BadRequestError", code=400), NotAnswered)
       for opens, closes in ('""', "''", "``", "“”", "‘’", "«»", ("```\n", "\n```"), ("'I don't say ", "'"),
                             ('"', ""))),
     (dict(message="Bad: " + json.dumps([dict(role="user", content=QUOTE)])), NotAnswered),
     (dict(message=f"Bad: {[dict(role='user', content=QUOTE)]}"), NotAnswered),
-    (dict(detail=[dict(loc=["body", "messages", 0], msg="no text", input=FLAT)]), NotAnswered),
+    (dict(detail=[dict(loc=["body", "messages", 0], msg="no text", input=QUOTE)]), NotAnswered),
     *((dict(message=f"XException - {nested}. Fallbacks=None", code="400"), kind)  # as proxies forward it
       for body, kind in ((dict(message="the prompt is too long", code=400), ContextFull),
                          (dict(message=QUOTE, code="content_filter"), NotAnswered))
@@ -539,8 +539,7 @@ class Steps:
 
 
 def test_a_reply_is_read_in_linear_time(monkeypatch):
-    """Each search begins where the last one ended, and no repeat without a bound can pass the
-    character that its alternative begins with, so that no text is passed for each of many starts."""
+    """Each search begins where the last one ended, and the patterns of tags have no unbounded repeat."""
     for mark in ("[", "<think>", "[think]", " [THINK]", "</think>", "<|im_start|>", "<|channel|>", '"\\', "'a ",
                  "[[a]", "<think a='b' ", "<|channel|>final<|message|>", "[reason]</think>", "`", "<s>"):
         steps = Steps(endpoints.MARKS)
