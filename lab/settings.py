@@ -13,8 +13,8 @@ class Settings(evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.S
     """All settings of a run"""
     essential = (*evolve.Settings.essential, "explorer", "ppo_lr", "examples")
     presets = evolve.Settings.presets | {
-        # The rate was chosen on the validation splits. Tiny was trained from random weights, and
-        # needs a higher rate than a pretrained model.
+        # The rate was chosen on the validation splits. Tiny was not pretrained on natural language,
+        # so it needs larger steps.
         "tiny": evolve.Settings.presets["tiny"] | dict(ppo_lr=1e-4),
         # These values are from the first runs on the built-in InterCodeSQL, and were not tuned on a
         # validation split. A run takes one to three hours on two cores with 8 GB. A hundred expert
@@ -32,8 +32,8 @@ class Settings(evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.S
         "--method dart": dict(rollouts=5),
         "--method ppo": dict(rollouts=4),
         "--method evaluate": dict(temperature=0.0, rollouts=1),
-        # Prompts contain examples, so they are long. The endpoint itself refuses a conversation
-        # that is too long for its model, so --max-tokens does not limit it.
+        # Prompts contain examples, so they are long. The limit is high, because the endpoint knows
+        # the context length of its model, and refuses a conversation that is longer.
         "chat": dict(method="chat", temperature=0.0, rollouts=1, max_tokens=100_000),
     }
 
