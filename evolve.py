@@ -8,12 +8,13 @@ the agent's weaknesses. This is the method in pseudocode, where an assignment is
     for step = 1..T:
         X <- the next B tasks of a shuffled epoch over D
         for each task x in X: play K episodes with pi, and let R_1..R_K be their rewards
-            A_k = (R_k - mean R) / (std R + 1e-6)      the advantages; x is skipped if all are 0
+            A_k = (R_k - mean R) / (std R + 1e-6)      the advantages; x is skipped if all are equal
         for each minibatch of X:                       one update by AdamW
             L = - mean over action tokens [ min(rho A, clip(rho, 1 - low, 1 + high) A) - beta k3 ]
         after every E steps, unless training ends:     one evolution of D
-            signals    <- the tasks and actions at which the agent forgets, is inconsistent, or
-                          hardly ever arrives (forgetting, boundary, rare)
+            signals    <- weaknesses: tasks that the agent used to solve (forgetting), tasks that it
+                          solves only sometimes (boundary), and action patterns that it rarely
+                          uses (rare)
             picks      <- a few signals of each kind, chosen at random
             candidates <- new tasks with solutions, made from exploration of the picked tasks
             D          <- D and the candidates that are new, and whose solution replays to reward 1
@@ -34,12 +35,13 @@ from pi_ref (see `grpo_loss`).
 The environment defines what an action pattern is, how an episode becomes a task, and how a solution
 is verified. This code is in `tasks.py` in the environment's folder in `environments/`.
 
-We only had public notes on the paper, neither its code nor its full text. Choices that the notes
-leave open are settings or named constants, and brackets such as [summary], [notes], [AgentEvolver]
-or [ours] name the source of each. There are two departures. The paper's explorer is Qwen3-Max and
-reflects on each signal first. Here, the explorer is the agent itself, which does not reflect
-(`lab/chat/explorer.py` has an explorer that does). And D evolves after every E steps, not after
-each training iteration.
+We only had a summary of the paper and public notes on it, neither its code nor its full text. What
+they leave open is a setting or a named constant, and brackets such as [summary], [notes],
+[AgentEvolver] or [ours] name the source of each value. AgentEvolver is the public code base that
+the paper's code is most likely based on. There are two departures. The paper's explorer is
+Qwen3-Max, and reflects on each signal first. Here, the explorer is the agent itself, which does not
+reflect (`lab/chat/explorer.py` has an explorer that does). And D evolves after every E steps, not
+after each training iteration.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks only
 """
@@ -118,7 +120,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
 
     # 3. Train for E steps at a time. After each segment but the last, D evolves.
     agent = reference
-    plans = []   # the file of the last plan, which also holds the rest of its epoch over D
+    plans = []   # the file of the previous plan, which also has the rest of its epoch over D
     played = []  # one file of trajectories for each segment so far
     segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
@@ -249,9 +251,10 @@ def grpo_loss(
     """Computes the GRPO loss, summed over the action tokens t_j of the groups.
 
         rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
-        L = - sum_j [ min(rho_j A, clip(rho_j, 1 - low, 1 + high) A) - beta (exp(d_j) - d_j - 1) ]
+        L = - sum_j [ min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j)
+                      - beta (exp(d_j) - d_j - 1) ]
 
-    A is the advantage of the trajectory that contains t_j.
+    A_j is the advantage of the trajectory that contains t_j.
 
     Args:
         policy: log pi(t_j|.) of the policy that is trained, (A,), in nats.
@@ -268,7 +271,7 @@ def grpo_loss(
     ref = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
     advantage = policy.new_tensor(token_advantages(groups))                       # (A,)
 
-    # min(rho A, clip(rho, 1 - low, 1 + high) A)
+    # min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j)
     ratio = (policy - old).clamp(max=MAX_LOG_RATIO).exp()                         # (A,) rho
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
@@ -364,7 +367,7 @@ def train(
 
 
 def load_moments(model, optimizer, file: Path) -> None:
-    """Loads AdamW's moments from the last segment. The file is empty before the first update."""
+    """Loads AdamW's moments from the previous segment, unless there was no update until its end."""
     moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if moments:
         states.set_optimizer_state_dict(model, optimizer, moments, options=UNSHARDED)
@@ -434,8 +437,9 @@ def train_step(
     batches = minibatches(played, s.grpo_batch, rng_of(run, "grpo", row["step"]))
     groups = list(itertools.chain(*batches))  # those with advantages
 
-    # 2. Compute log pi_ref and log pi_old. In all three policies, pi is the distribution that the
-    # sampler draws from: the softmax at its temperature, without the tokens that it never draws.
+    # 2. Compute log pi_ref and log pi_old. All log-probabilities, also those in training, are under
+    # the distribution that the sampler draws from: the softmax at its temperature, without the
+    # tokens that it never draws. If these counted, each negative advantage would raise them.
     log_probs = partial(run.log_probs, scores=run.encoder.sampler(s.grpo_temperature).scores)
     if groups:
         store_log_probs(groups, "ref_log_probs", pi_ref, log_probs)
@@ -574,9 +578,9 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
         out: The file to write, with one row per step: its tasks, and the rest of the epoch after
             it (`waiting`).
         task_set: The file of D.
-        plans: The file of the last segment's plan, or an empty list in the first segment.
+        plans: The file of the previous segment's plan, or an empty list in the first segment.
         i: The number of the segment.
-        steps: The number of steps in the segment, E unless it is the run's last one.
+        steps: The number of steps in the segment. It is E, or less in the last segment of a run.
 
     Returns:
         The number of tasks in D.
@@ -622,7 +626,10 @@ def success_rate(group: list[Trajectory]) -> float:
 
 
 def evidence(episodes: list[Trajectory]) -> dict:
-    """Returns the conversations of the first failure and of the first success, or None for each."""
+    """Returns the conversations of the first failure and the first success.
+
+    If the list has no failure, or no success, the entry is None.
+    """
     first = dict(failure=None, success=None)
     for t in reversed(episodes):
         first["failure" if t.is_failure else "success"] = t.messages
@@ -683,7 +690,7 @@ def rare(history: History, s: Evolution) -> Iterator[dict]:
     """Yields the rare action patterns P, those with 0 < c_p / N < theta / 100.
 
     N is the number of episodes in the segment, and c_p that of episodes that contain the pattern p.
-    c_p must also be at least --rare-min. Patterns only count actions that the environment executed.
+    c_p must also be at least --rare-min. Only actions that the environment executed form patterns.
     The evidence comes from the episodes that contain the pattern, those with the lowest rewards
     first, and the task is that of the first one.
     """
@@ -796,7 +803,8 @@ class Explored(Trajectory):
 def env_with(run: Run, task_rows: list[dict]) -> Environment:
     """Makes an environment in which all tasks of D can be played.
 
-    Raises Refused if a task would get another id than in the file, because its rows were reordered.
+    Raises Refused if a task would get a different id from the one in the file of D. This happens if
+    somebody has reordered the rows of the file.
     """
     env = run.make_env()
     for row in task_rows:
@@ -809,10 +817,10 @@ def env_with(run: Run, task_rows: list[dict]) -> Environment:
 
 
 def training_tasks(run: Run) -> list[str]:
-    """Returns the ids of the training tasks that are not evaluated as well.
+    """Returns the ids of the training tasks, without those that the run also evaluates on.
 
-    These are the tasks of --experts if it is given, and otherwise of the training split. Raises
-    Refused if none is left.
+    The training tasks are those of the file --experts if it is given, and otherwise those of the
+    training split. Raises Refused if none is left.
     """
     s = run.settings
     env = run.env
@@ -989,8 +997,9 @@ def refusal(
         candidate: The row of the candidate, see `abstract`.
         keys: The keys of the tasks in D. Two tasks with the same key are the same task.
         texts: The set of words of each new task in D.
-        near_text: The Jaccard similarity of two sets of words, which is the share of their words
-            that they have in common, from which on a candidate is refused.
+        near_text: The threshold for near-duplicates. A candidate is refused if the Jaccard
+            similarity of its words to those of another text, |intersection| / |union|, is at least
+            this high.
 
     Returns:
         The reason why the candidate is refused, or None.
@@ -1042,8 +1051,8 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
 
 # ------------------------------------------------------------------------------------ settings
 # The comment above a setting is its --help text. The brackets at its end name the source of the
-# default: the summary of the paper, notes on the paper, the configuration of AgentEvolver, which
-# the paper's code is most likely based on, or ourselves.
+# default: the summary of the paper, notes on the paper, the configuration of AgentEvolver, or
+# ourselves.
 
 SignalNames = types.limited(str, f"must be a comma-separated list of {','.join(SIGNALS)}",
                             lambda text: set(text.split(",")) <= set(SIGNALS))
@@ -1080,9 +1089,11 @@ class Grpo:
     # The factor beta of the KL divergence from the agent before the first step [notes;
     # AgentEvolver]
     grpo_kl: types.Weight = 1e-3
-    # The distance below 1 at which the ratio of pi to pi_old is clipped [AgentEvolver]
+    # The ratio of the policy's probability of a token to that at sampling is clipped to at least 1
+    # minus this value [AgentEvolver]
     clip_low: types.Share = 0.2
-    # The distance above 1 at which the ratio of pi to pi_old is clipped [AgentEvolver]
+    # The ratio of the policy's probability of a token to that at sampling is clipped to at most 1
+    # plus this value [AgentEvolver]
     clip_high: types.Weight = 0.28
 
 
@@ -1096,8 +1107,8 @@ class NewTasks(Grpo):
     start_tasks: types.Count = 100
     # The sampling temperature of the explorer's episodes [ours; AgentEvolver: 1]
     explorer_temperature: PositiveTemperature = 1.1
-    # The share of common words (Jaccard similarity) from which on a new task is refused as a
-    # near-duplicate of another new task [AgentEvolver]
+    # The threshold for near-duplicates: a new task is refused if the Jaccard similarity of its
+    # words to those of another new task is at least this high [AgentEvolver]
     near_text: Fraction = 0.8
     # Whether a new task must be verified, which means that its solution is replayed in the
     # environment and earns the full reward [summary]

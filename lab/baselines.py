@@ -63,7 +63,7 @@ def rft(run: Run) -> None:
 
 
 def train_on_experts(run: Run) -> tuple[Path, Path]:
-    """Collects the expert trajectories, and trains and evaluates an agent on them by SFT.
+    """Collects the expert trajectories, trains an agent on them by SFT, and evaluates it.
 
     Returns the file of expert trajectories, and the folder of the agent.
     """
@@ -88,7 +88,7 @@ def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: i
         The averages over the new trajectories, see `coevolve.outcomes`.
     """
     s = run.settings
-    successes = defaultdict(list)  # task -> whether each of its rollouts was a success
+    successes = defaultdict(list)  # task -> for each of its rollouts, whether it succeeded
     for t in read(played):
         successes[t.task].append(not t.is_failure)
 
@@ -141,7 +141,7 @@ def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], droppe
     """Adds sampled successes to the expert trajectories.
 
     Trajectories with equal actions are duplicates, even if their thoughts differ. Only the first of
-    them is kept, and an expert trajectory comes before samples.
+    them is kept, and expert trajectories take precedence.
 
     Args:
         experts: The expert trajectories.
@@ -162,8 +162,8 @@ def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], droppe
             elif task_and_actions(t, env) in known:
                 dropped["known already"] += 1
             else:
-                # With --protocol eto, agents are shown an example that experts are not shown. The
-                # expert's opening leaves it out.
+                # With --protocol eto, agents are shown an example, which experts are not. The
+                # success therefore gets the opening of the expert trajectory.
                 known.add(task_and_actions(t, env))
                 joined.append(replace(t, messages=openings[t.task] + split_opening(t)[1]))
     return joined
@@ -230,8 +230,8 @@ def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, n
                 f"be compared ({dict(dropped)})")
         return run.keep(agent, out) | dict(dropped=dropped)
 
-    # 2. Compute the log-probabilities of pi_SFT and of pi_old. In all three policies, pi is the
-    # distribution that the episodes were sampled from. Only one model is in memory at a time.
+    # 2. Compute log pi_SFT and log pi_old. All log-probabilities, also those in training, are under
+    # the distribution that the episodes were sampled from. One model is in memory at a time.
     log_probs = partial(run.log_probs, scores=run.encoder.sampler(s.temperature).scores)
     store_log_probs(groups, "ref_log_probs", run.load(after_sft), log_probs)
     model = run.load(agent)
@@ -279,15 +279,15 @@ def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
              kl: float) -> tuple[Tensor, dict]:
     """Computes PPO's clipped objective with a KL term, summed over the action tokens t_k.
 
-        L = sum_k  -min(rho_k A, clip(rho_k, 1 - clip, 1 + clip) A) + kl/2 (log pi/pi_SFT)^2
+        L = sum_k  -min(rho_k A_k, clip(rho_k, 1 - clip, 1 + clip) A_k) + kl/2 (log pi/pi_SFT)^2
 
     The clipped objective is that of Schulman et al. (2017). rho_k = pi(t_k|.) / pi_old(t_k|.) is
-    the ratio of the policy to the one that played, and A is the advantage of the trajectory. On
-    samples from pi, the gradient of the squared term is the gradient of KL(pi || pi_SFT) of these
-    tokens.
+    the ratio of the policy to the one that played, and A_k is the advantage of the trajectory that
+    contains t_k. On samples from pi, the expected gradient of the squared term is the gradient of
+    the tokens' KL(pi || pi_SFT).
 
     Args:
-        policy: log pi(t_k|.), (A,), in nats, where A is the number of action tokens.
+        policy: log pi(t_k|.) of all A action tokens, (A,), in nats.
         groups: The task groups, with advantages and log-probabilities of pi_old and of pi_SFT.
         clip: The distance from 1 at which rho_k is clipped.
         kl: The weight of the KL term.
