@@ -19,8 +19,9 @@ the agent's weaknesses. This is the method in pseudocode, where an assignment is
             candidates <- new tasks with solutions, made from exploration of the picked tasks
             D          <- D and the candidates that are new, and whose solution replays to reward 1
 
-rho is the ratio of pi to the policy that played the episodes, and k3 estimates the KL divergence
-from pi_ref (see `grpo_loss`).
+rho is the ratio of pi to the policy that played the episodes, clip limits it to the range from
+1 - low to 1 + high, and k3 estimates the KL divergence from pi_ref, which has the weight beta (see
+`grpo_loss`). T, B, K, E, beta, low and high are settings.
 
     task        a request to the agent in an environment, known by its id
     D           the task set that the agent is trained on; D_0 is the set at the start
@@ -38,10 +39,10 @@ is verified. This code is in `tasks.py` in the environment's folder in `environm
 We only had a summary of the paper and public notes on it, neither its code nor its full text. What
 they leave open is a setting or a named constant, and brackets such as [summary], [notes],
 [AgentEvolver] or [ours] name the source of each value. AgentEvolver is the public code base that
-the paper's code is most likely based on. There are two departures. The paper's explorer is
-Qwen3-Max, and reflects on each signal first. Here, the explorer is the agent itself, which does not
-reflect (`lab/chat/explorer.py` has an explorer that does). And D evolves after every E steps, not
-after each training iteration.
+the paper's code is most likely based on. `docs/mutual.md` lists all departures. The largest are the
+explorer and the time of evolution. The paper's explorer is Qwen3-Max, and reflects on each signal
+first. Here, the explorer is the agent itself, which does not reflect (`lab/chat/explorer.py` has an
+explorer that does). And D evolves after every E steps, not after each training iteration.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks only
 """
@@ -105,7 +106,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     if s.method == "evolve" or s.start_from == "explore":
         run.env.task_generator()  # raises Refused before the first phase if there is none
 
-    # 1. Make the agent before the first step. It is pi_ref in all segments.
+    # 1. Make the agent that training starts from. It is pi_ref in all segments.
     reference = run.base
     if s.warm_start == "sft":
         experts = once("experts.jsonl", collect_experts, *given_experts(s))
@@ -367,7 +368,10 @@ def train(
 
 
 def load_moments(model, optimizer, file: Path) -> None:
-    """Loads AdamW's moments from the previous segment, unless there was no update until its end."""
+    """Loads AdamW's moments from the previous segment.
+
+    There are none if no step had an advantage so far, and AdamW then starts from zero moments.
+    """
     moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if moments:
         states.set_optimizer_state_dict(model, optimizer, moments, options=UNSHARDED)
@@ -1066,8 +1070,8 @@ Fraction = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 
 @dataclass(frozen=True)
 class Grpo:
     """Training by GRPO on the task set D"""
-    # The agent that training starts from: the agent after SFT ("sft"), or the model without any
-    # training ("none") [ours; notes: none]
+    # The agent that GRPO starts from: the agent after SFT ("sft"), or the model that --model names
+    # ("none") [ours; notes: none]
     warm_start: Literal["sft", "none"] = "sft"
     # The number T of training steps [notes]
     grpo_steps: types.Growing[types.Count] = 120
@@ -1075,7 +1079,7 @@ class Grpo:
     evolve_every: types.Count = 10
     # The number of segments between two evaluations [notes: 20 steps]
     evaluate_every: types.Count = 2
-    # The number B of tasks per step [notes; AgentEvolver]
+    # The number B of tasks per training step [notes; AgentEvolver]
     step_tasks: types.Count = 32
     # The number K of episodes per task in a step [notes; AgentEvolver]
     step_rollouts: AtLeastTwo = 8
@@ -1100,8 +1104,8 @@ class Grpo:
 @dataclass(frozen=True)
 class NewTasks(Grpo):
     """The start tasks, and the check of new tasks"""
-    # The source of D_0: unguided exploration ("explore"), or the training split ("train")
-    # [summary; train: ours]
+    # The source of D_0, the task set at the start: unguided exploration ("explore"), or the
+    # training split ("train") [summary; train: ours]
     start_from: Literal["explore", "train"] = "explore"
     # The maximum number of tasks in D_0 [notes]
     start_tasks: types.Count = 100
@@ -1120,14 +1124,14 @@ class Evolution(NewTasks, types.Stated):
     """Signals that guide exploration, and the growth of D"""
     # The kinds of signals that guide exploration, separated by commas [summary]
     signals: SignalNames = ",".join(SIGNALS)
-    # The number W of earlier groups of a task among which the signal forgetting looks for a success
-    # rate of at least 0.5 [ours]
+    # The number W of earlier steps with the same task in which the signal forgetting looks for a
+    # success rate of at least 0.5 [ours]
     window: types.Count = 5
     # The percentage theta of a segment's episodes below which an action pattern is rare [ours]
     rare_below: types.Rate = 2.0
     # The minimum number of a segment's episodes that contain a rare pattern [summary; notes: 2]
     rare_min: types.Count = 1
-    # The maximum number of picks of each kind of signal [ours]
+    # The maximum number of signals of each kind that are picked for exploration [ours]
     picks: types.Count = 8
     # The tasks that the explorer plays again: those of picked signals ("signals"), or the same
     # number of random tasks ("random") [summary; random: notes]

@@ -310,8 +310,8 @@ def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
 @dataclass(frozen=True)
 class Baselines(Stated):
     """DART and PPO"""
-    # The budget N of DART: a task has N times its fraction of failures as additional rollouts
-    # [Section 5.3]
+    # The budget N of DART: a task gets N additional rollouts, times the fraction of its first
+    # rollouts that failed [Section 5.3]
     dart_budget: Whole = 10
     # The number of PPO epochs over the trajectories of an iteration [ours]
     ppo_epochs: Count = 2
@@ -319,7 +319,8 @@ class Baselines(Stated):
     ppo_batch: Count = 16
     # The learning rate of PPO, constant after the warmup of --dpo-warmup [ours]
     ppo_lr: Rate = 1e-6
-    # The distance from 1 at which PPO clips the ratio of pi to pi_old [Schulman et al. 2017]
+    # The ratio of the policy's probability of a token to that at sampling is clipped to 1 plus or
+    # minus this value [Schulman et al. 2017]
     ppo_clip: Rate = 0.2
     # The weight of the KL divergence from the agent after SFT [ours]
     ppo_kl: Weight = 0.05
