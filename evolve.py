@@ -21,7 +21,8 @@ the agent's weaknesses. This is the method in pseudocode, where an assignment is
 
 rho is the ratio of pi to the policy that played the episodes, clip limits it to the range from
 1 - low to 1 + high, and k3 estimates the KL divergence from pi_ref, which has the weight beta (see
-`grpo_loss`). T, B, K, E, beta, low and high are settings.
+`grpo_loss`). T, B, K, E and beta are settings, and low and
+high are the constants CLIP_LOW and CLIP_HIGH.
 
     task        a request to the agent in an environment, known by its id
     D           the task set that the agent is trained on; D_0 is the set at the start
@@ -79,6 +80,21 @@ from engine.records import read, write
 from engine.run import Run
 from environments.expert_files import read_experts, tasks_of
 from envs import Environment
+
+# Neither the summary of the paper nor the notes have these numbers. The brackets name the source of
+# each, as they do for the settings at the end of this file.
+
+# The number of tasks in a minibatch, on which one update is run. Tasks without an advantage count,
+# but are left out of the update [AgentEvolver; ours].
+MINIBATCH = 8
+# The distances below and above 1 at which the ratio of pi to pi_old is clipped [AgentEvolver].
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+EXPLORER_TEMPERATURE = 1.1  # sampling temperature of the explorer [ours; AgentEvolver: 1]
+EXPLORER_EPISODES = 6       # number of explorer episodes for each pick [ours]
+WINDOW = 5                  # W, the number of earlier groups that forgetting looks at [ours]
+# The percentage theta of a segment's episodes below which an action pattern is rare [ours].
+RARE_BELOW = 2.0
+MOST_NEW_TASKS = 20         # maximum number of tasks that join D in one evolution [ours]
 
 # ------------------------------------------------------------------------------------ the loop
 # Phases read and write files, as in coevolve.py: phase(run, out, *files, **values) writes its
@@ -438,7 +454,7 @@ def train_step(
     s = run.settings
     dropped = Counter()
     played = [make_group(episodes) for episodes in by_task(usable(trajectories, dropped)).values()]
-    batches = minibatches(played, s.grpo_batch, rng_of(run, "grpo", row["step"]))
+    batches = minibatches(played, MINIBATCH, rng_of(run, "grpo", row["step"]))
     groups = list(itertools.chain(*batches))  # those with advantages
 
     # 2. Compute log pi_ref and log pi_old. All log-probabilities, also those in training, are under
@@ -450,7 +466,7 @@ def train_step(
         store_log_probs(groups, "old_log_probs", model, log_probs)
 
     # 3. Run one update for each minibatch. The loss is the mean over the minibatch's action tokens.
-    loss = partial(grpo_loss, clip_low=s.clip_low, clip_high=s.clip_high, kl=s.grpo_kl)
+    loss = partial(grpo_loss, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl=s.grpo_kl)
     updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
                              action_count, log_probs, s.max_grad_norm, run.tokens_at_once))
     return log_line(run, row, trajectories, groups, updates, dropped["too long"])
@@ -561,7 +577,7 @@ def sampler_mismatch(groups: list[TaskGroup], s: Grpo) -> dict:
     differences = [group.old_log_probs - group.sampler_log_probs for group in groups]
     difference = torch.cat(differences).double()                                  # (A,)
     ratio = difference.exp()
-    beyond = ratio != ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+    beyond = ratio != ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return dict(
         mean=difference.mean().item(),
         rms=difference.square().mean().sqrt().item(),
@@ -700,7 +716,7 @@ def rare(history: History, s: Evolution) -> Iterator[dict]:
     """
     counts = Counter(itertools.chain(*history.patterns))
     for pattern, count in counts.items():
-        if count >= s.rare_min and 100 * count < s.rare_below * len(history.episodes):
+        if count >= s.rare_min and 100 * count < RARE_BELOW * len(history.episodes):
             episodes = []
             for t, patterns in zip(history.episodes, history.patterns):
                 if pattern in patterns:
@@ -734,7 +750,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     s = run.settings
     task_rows = rows_of(task_set)
     generator = env_with(run, task_rows).task_generator()
-    history = collect_history(map(read, played), s.window)
+    history = collect_history(map(read, played), WINDOW)
     for t in history.episodes:
         history.patterns.append(generator.patterns(t.task, replies(t)))
 
@@ -863,7 +879,7 @@ def begin_exploring(
 
     Args:
         run: The run.
-        signals: The file of signals. There are --explorer-episodes episodes for each picked signal.
+        signals: The file of signals. There are EXPLORER_EPISODES episodes for each picked signal.
             If the list is empty, exploration is unguided and cycles through the training tasks.
         episodes_per_task: In unguided exploration, the number of episodes for each task of D_0.
         i: The number of the evolution.
@@ -873,7 +889,7 @@ def begin_exploring(
     if signals:
         for row in picks_of(signals):
             task = row["task"]
-            for rollout in range(s.explorer_episodes):
+            for rollout in range(EXPLORER_EPISODES):
                 episodes.append(Explored(task, "explorer", i, rollout, signal=row["signal"]))
     else:
         tasks = training_tasks(run)
@@ -893,7 +909,7 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
     for t in episodes:
         t.seed = seed_of(s.seed, "explore", i, t.task, t.rollout)
     make_env = partial(env_with, run, rows_of(task_set))
-    explored = run.play(agent, episodes, s.explorer_temperature, make_env)
+    explored = run.play(agent, episodes, EXPLORER_TEMPERATURE, make_env)
     write(run, out, explored)
     if not explored:
         return dict(episodes=0)
@@ -931,8 +947,8 @@ def replies(t: Trajectory) -> list[str]:
 def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dict:
     """Judges the candidates in their order, until the maximum number of them has been accepted.
 
-    The maximum is --add-most, or --start-tasks in evolution 0. A candidate becomes a proposal with
-    a `verdict` ("added" or "refused"), its `reason` (null if it was added), and whether its
+    The maximum is MOST_NEW_TASKS, or --start-tasks in evolution 0. A candidate becomes a proposal
+    with a `verdict` ("added" or "refused"), its `reason` (null if it was added), and whether its
     solution was `replayed`.
 
     Args:
@@ -952,7 +968,7 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
     generator = env.task_generator()
     keys = {generator.key(env.find(row["task"])) for row in task_rows}
     texts = [words(row["text"]) for row in task_rows if "text" in row]
-    room = s.add_most if i > 0 else s.start_tasks
+    room = MOST_NEW_TASKS if i > 0 else s.start_tasks
 
     # 2. Judge each candidate. Its solution is replayed only if nothing else refuses it.
     proposals = []
@@ -1083,9 +1099,6 @@ class Grpo:
     step_tasks: types.Count = 32
     # The number K of episodes per task in a step [notes; AgentEvolver]
     step_rollouts: AtLeastTwo = 8
-    # The number of tasks in a minibatch, on which one update is run (tasks without an advantage
-    # count, but are left out of the update) [AgentEvolver; ours]
-    grpo_batch: types.Count = 8
     # The learning rate of GRPO, which is constant [notes; AgentEvolver]
     grpo_lr: types.Rate = 1e-6
     # The sampling temperature of training episodes [notes; AgentEvolver]
@@ -1093,12 +1106,6 @@ class Grpo:
     # The factor beta of the KL divergence from the agent before the first step [notes;
     # AgentEvolver]
     grpo_kl: types.Weight = 1e-3
-    # The ratio of the policy's probability of a token to that at sampling is clipped to at least 1
-    # minus this value [AgentEvolver]
-    clip_low: types.Share = 0.2
-    # The ratio of the policy's probability of a token to that at sampling is clipped to at most 1
-    # plus this value [AgentEvolver]
-    clip_high: types.Weight = 0.28
 
 
 @dataclass(frozen=True)
@@ -1109,8 +1116,6 @@ class NewTasks(Grpo):
     start_from: Literal["explore", "train"] = "explore"
     # The maximum number of tasks in D_0 [notes]
     start_tasks: types.Count = 100
-    # The sampling temperature of the explorer's episodes [ours; AgentEvolver: 1]
-    explorer_temperature: PositiveTemperature = 1.1
     # The threshold for near-duplicates: a new task is refused if the Jaccard similarity of its
     # words to those of another new task is at least this high [AgentEvolver]
     near_text: Fraction = 0.8
@@ -1124,11 +1129,6 @@ class Evolution(NewTasks, types.Stated):
     """Signals that guide exploration, and the growth of D"""
     # The kinds of signals that guide exploration, separated by commas [summary]
     signals: SignalNames = ",".join(SIGNALS)
-    # The number W of earlier steps with the same task in which the signal forgetting looks for a
-    # success rate of at least 0.5 [ours]
-    window: types.Count = 5
-    # The percentage theta of a segment's episodes below which an action pattern is rare [ours]
-    rare_below: types.Rate = 2.0
     # The minimum number of a segment's episodes that contain a rare pattern [summary; notes: 2]
     rare_min: types.Count = 1
     # The maximum number of signals of each kind that are picked for exploration [ours]
@@ -1136,10 +1136,6 @@ class Evolution(NewTasks, types.Stated):
     # The tasks that the explorer plays again: those of picked signals ("signals"), or the same
     # number of random tasks ("random") [summary; random: notes]
     guide: Literal["signals", "random"] = "signals"
-    # The number of explorer episodes per pick [ours]
-    explorer_episodes: types.Count = 6
-    # The maximum number of tasks that join D in one evolution [ours]
-    add_most: types.Whole = 20
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         never = s.method == "evolve" and s.grpo_steps <= s.evolve_every

@@ -198,7 +198,7 @@ case $command in
         cd "$here"
         unset PYTHONSAFEPATH
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
-        exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
+        exec "$python" -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 \
             --dist loadfile --no-loadscope-reorder "$@" ;;
     *) on_all_gpus lab --env "$command" "$@" ;;
 esac

@@ -32,7 +32,7 @@ from coevolve import (
     usable,
 )
 from common.files import seed_of
-from common.settings import Count, Method, Rate, Stated, Weight, Whole
+from common.settings import Method, Rate, Stated, Whole
 from dpo import Trajectory, action_count
 from engine.experts import collect_experts
 from engine.records import read, write
@@ -40,6 +40,11 @@ from engine.run import Run
 from environments import first_reply
 from envs import Environment
 from evolve import TaskGroup, store_log_probs, token_advantages
+
+PPO_EPOCHS = 2  # number of epochs over the trajectories of an iteration [ours]
+PPO_BATCH = 16  # number of tasks per optimiser step, with all their rollouts [ours]
+PPO_CLIP = 0.2  # distance from 1 at which ratios are clipped [Schulman et al. 2017]
+PPO_KL = 0.05   # weight of the KL divergence from the agent after SFT [ours]
 
 # -------------------------------------------------------------------------------- RFT and DART
 
@@ -240,9 +245,9 @@ def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, n
 
     # 3. Train for several epochs over the groups.
     rng = random.Random(seed_of(s.seed, "ppo", i))
-    steps = dpo.batches(groups, s.ppo_batch, rng, s.ppo_epochs)
+    steps = dpo.batches(groups, PPO_BATCH, rng, PPO_EPOCHS)
     rates = dpo.learning_rates(len(steps), s.ppo_lr, s.dpo_warmup)
-    loss = partial(ppo_loss, clip=s.ppo_clip, kl=s.ppo_kl)
+    loss = partial(ppo_loss, clip=PPO_CLIP, kl=PPO_KL)
     numbers = run.fit(model, out, steps, rates, loss, action_count, log_probs)
     return dict(kl=kl / len(dpo.trajectories_of(groups)), dropped=dropped, **numbers)
 
@@ -313,17 +318,8 @@ class Baselines(Stated):
     # The budget N of DART: a task gets N additional rollouts, times the fraction of its first
     # rollouts that failed [Section 5.3]
     dart_budget: Whole = 10
-    # The number of PPO epochs over the trajectories of an iteration [ours]
-    ppo_epochs: Count = 2
-    # The number of tasks per PPO step, with all their rollouts [ours]
-    ppo_batch: Count = 16
     # The learning rate of PPO, constant after the warmup of --dpo-warmup [ours]
     ppo_lr: Rate = 1e-6
-    # The ratio of the policy's probability of a token to that at sampling is clipped to 1 plus or
-    # minus this value [Schulman et al. 2017]
-    ppo_clip: Rate = 0.2
-    # The weight of the KL divergence from the agent after SFT [ours]
-    ppo_kl: Weight = 0.05
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
@@ -336,7 +332,6 @@ METHODS = {
                   "SFT once more, with the agent's own successes"),
     "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"),
                    "RFT with more rollouts of tasks in which successes are rare"),
-    "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup",
-                        "ppo_epochs", "ppo_batch", "ppo_lr", "ppo_clip", "ppo_kl"),
+    "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup", "ppo_lr"),
                   "PPO on the agent's own episodes"),
 }

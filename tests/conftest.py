@@ -2,6 +2,7 @@
 
 import gc
 import io
+import itertools
 import json
 import os
 import random
@@ -203,24 +204,54 @@ def fork_ranks(ranks, work, said):
             for rank in range(ranks)]
 
 
-def ended(process):
-    """Its exit status, once it has ended."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+def ended(process, seconds=300):
+    """Returns the exit status of a fork of this process, once it has ended. Aborts one that does
+    not end, so that faulthandler, which pytest enables, prints its stack."""
+    deadline = time.monotonic() + seconds
+    while not (found := os.waitpid(process, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(process, signal.SIGABRT)
+            os.waitpid(process, 0)
+            pytest.fail(f"process {process} did not end in {seconds} s; its stack is on stderr")
+        time.sleep(0.005)
+    return os.waitstatus_to_exitcode(found[1])
 
 
-def kills_until_it_ends(start, said, lasts):
-    """How often a process had to be started and was killed, start() -> its number, until one that
-    begins where it was left came to its end; lasts: about how many seconds it takes at once."""
-    kills = 0
-    while True:
-        process = start()
-        time.sleep(random.uniform(0.05, 0.9) * lasts * (1 + kills / 8))
-        os.kill(process, signal.SIGKILL)
+def kills_until_it_ends(work, folder, said, seed=0, most=30):
+    """Runs work() in forks, each of which resumes after the one before, until one ends by itself.
+
+    Each fork is killed at its n-th operation on a file in `folder`. The numbers n are random,
+    and grow by a quarter with every kill, so that the loop ends on every machine: no clock is read.
+
+    Returns:
+        The number of kills.
+    """
+    rng = random.Random(seed)
+    for kills in range(most):
+        last = rng.randint(1, int(40 * 1.25 ** kills))
+        process = fork(lambda: (kill_at(last, folder), work()), said)
         status = ended(process)
         if status != -signal.SIGKILL:
             assert status == 0, said.read_text()[-3000:]
             return kills
-        kills += 1
+    pytest.fail(f"the run in {folder} did not end in {most} processes, of which the last one was "
+                f"killed at operation {last} on a file: {said.read_text()[-3000:]}")
+
+
+def kill_at(operation, folder):
+    """Kills this process by SIGKILL at its operation of this number on a file in a folder: before
+    it renames, deletes or makes something, or once it has opened a file and written nothing."""
+    seen = itertools.count(1)
+
+    def count(event, arguments):  # an audit hook is called before the operation
+        path = arguments[0] if arguments else None
+        if isinstance(path, (str, Path)) and str(path).startswith(str(folder)):
+            if next(seen) == operation:
+                if event == "open":
+                    os.open(path, arguments[2], 0o666)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
 
 
 def in_ranks(ranks, work, *arguments):
@@ -242,12 +273,31 @@ def in_ranks(ranks, work, *arguments):
         return json.loads((folder / "result.json").read_text())
 
 
-def wait_until(condition, seconds=300):
-    """Until condition() is true; the seconds are those of a busy machine."""
+def wait_until(condition, what, seconds=300):
+    """Waits until condition() is true. Fails with `what` it waited for after the seconds, which are
+    enough on a busy machine."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
         time.sleep(0.01)
+
+
+LIMIT = 900  # seconds that a test may take with its fixtures; the longest takes about 30 [ours]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fails a test that waits for anything without end. The traceback shows where it waits."""
+    def fail(*_):
+        pytest.fail(f"{item.nodeid} did not end in {LIMIT} s; the last line is what it waits for")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT, 60)  # once more if what ends the test waits, too
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

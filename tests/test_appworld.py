@@ -127,7 +127,7 @@ def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
     for name, (_, wanted) in TRIES.items():
         assert re.search(wanted, found[name]), (name, found[name])
     assert len(inside) == 2
-    wait_until(lambda: gone(inside))
+    wait_until(lambda: gone(inside), "the processes inside to end")
 
 
 def gone(found) -> bool:
@@ -206,10 +206,10 @@ def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
         with pytest.raises(processes.Gone, match=reason) as caught:
             episode.run(code)
         assert len(inside) == 2 and len(str(caught.value).encode()) <= 500
-        wait_until(lambda: gone(inside))
+        wait_until(lambda: gone(inside), "the processes inside to end")
     assert other.run("send(output='yes', done=True, calls=[])") == processes.Ran("yes", True, [])
     other.end()
-    wait_until(lambda: not processes_of(server))
+    wait_until(lambda: not processes_of(server), "the server's processes to end")
 
 
 def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served):
@@ -218,7 +218,7 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
         episode = processes.Episode(server, "a", "x")
         inside = processes_of(server)
         (server.process if which is None else inside[which]).kill()
-        wait_until(lambda: gone(inside))
+        wait_until(lambda: gone(inside), "the processes inside to end")
         with pytest.raises(EnvError, match="was killed"):
             episode.run("send(output='')")
         episode.end()  # once more
@@ -234,7 +234,7 @@ def test_what_does_not_start_or_end_is_said_and_leaves_no_process(served, tmp_pa
             processes.Episode(server, "a", "x")
     monkeypatch.setattr(processes, "JUDGING", 0.3)
     assert "no answer in" in server.once("judge", "a", changes={})["error"]
-    wait_until(lambda: not processes_of(server))
+    wait_until(lambda: not processes_of(server), "the server's processes to end")
     with pytest.raises(EnvError, match="does not start"):
         served("child.serve = lambda: None")
 
@@ -270,7 +270,7 @@ def test_a_killed_run_leaves_no_process(served, tmp_path):
     run.send_signal(signal.SIGKILL)
     run.wait()
     run.stdout.close()
-    wait_until(lambda: gone(inside))
+    wait_until(lambda: gone(inside), "the processes inside to end")
 
 
 # ---------------------------------------------------------------- new tasks, without the package

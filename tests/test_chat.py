@@ -267,7 +267,7 @@ def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpo
 
 
 def test_a_wrong_key_refuses_no_task_and_ends_all_episodes(endpoint, run):
-    endpoint.faults = [(401, "who are you?", {})] + [0.2] * 99  # the others take a while
+    endpoint.faults = [(401, "who are you?", {})] + [30.0] * 99  # the others get no answer meanwhile
     with pytest.raises(envs.EnvError, match="status 401: who are you"):
         run("--slots", 4, "--refused", "zero")
     assert len(endpoint.seen) <= 4

@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from conftest import Toy, one_token_at_a_time
+from conftest import LIMIT, Toy, one_token_at_a_time
 
 from common.settings import Refused
 from dpo import Trajectory
@@ -243,7 +243,7 @@ def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch)
             if task == "toy-train-0":
                 raise EnvError("gone")
             if task == "toy-train-1":
-                release.wait(60)
+                release.wait(LIMIT)
                 went_on.append(task)
             return super().reset(task)
 

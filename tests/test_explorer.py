@@ -45,11 +45,12 @@ def explore(env, endpoint, tmp_path, monkeypatch):
     """explore(answers, n) -> two episodes of each of n tasks, their proposals, and what both took.
     The first three are the phases of a run, which goes on when it is called again."""
     monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)  # no wait
+    monkeypatch.setattr(evolve, "EXPLORER_EPISODES", 2)
 
     def start(answers, n, guided=True):
         s = Settings(
             env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
-            explorer_model="m", slots=1, explorer_episodes=2, guide="signals" if guided else "random",
+            explorer_model="m", slots=1, guide="signals" if guided else "random",
             out=str(tmp_path / "run"))
         run = Run(s, environments.environment("intercodesql")())
         tasks = env.tasks("train")[:n]
@@ -180,7 +181,7 @@ def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
 def new_pairs(env, rng, n):
     """n times a training task and two questions of its database that nobody has asked yet."""
     generator, tasks = env.task_generator(), env.tasks("train")
-    while n:
+    for _ in range(100 * n):
         task = rng.choice(tasks)
         db = env.find(task)["db"]
         two = [questions.draw_question(rng, env.data.tables[db], 0.2, 0.3) for _ in range(2)]
@@ -188,8 +189,11 @@ def new_pairs(env, rng, n):
             if two[0]["query"] != two[1]["query"] and all(
                     questions.worth_asking(database.run, q["gold"])
                     and not generator.refusal(dict(q, db=db)) for q in two):
-                n -= 1
                 yield task, *two
+                n -= 1
+        if not n:
+            return
+    pytest.fail(f"{n} more pairs were wanted")
 
 
 def test_of_wrong_pairs_of_text_and_solution_none_join(env):

@@ -19,7 +19,7 @@ MAY["coevolve"] = {*MAY["engine"], "engine"}
 MAY["evolve"] = {*MAY["coevolve"], "coevolve"}
 MAY["lab"] = {*MAY["evolve"], "evolve"}
 # room -> the packages that it may import beside the standard library
-PACKAGES = {"common": set(), "envs": set(), "coevolve": set(), "dpo": {"torch"}, "evolve": {"torch"},
+PACKAGES = {"common": {"filelock"}, "envs": set(), "coevolve": set(), "dpo": {"torch"}, "evolve": {"torch"},
             "engine": {"torch", "transformers", "accelerate", "safetensors", "tqdm"}}
 TENSORS = {"torch", "transformers", "accelerate", "tokenizers", "safetensors"}
 # The classes of engine/ that make a run's numbers.
@@ -116,8 +116,8 @@ def test_the_top_level_shows_the_method():
         pytest.skip("not a git checkout")
     names = {name.split("/")[0] for name in tracked.stdout.split()}
     assert names <= {"coevolve.py", "dpo.py", "envs.py", "evolve.py", "run.sh", "requirements.txt",
-                     "README.md", "LICENSE", ".gitignore", ".ci", "common", "engine", "environments",
-                     "tiny", "lab", "tests", "docs"}
+                     "README.md", "LICENSE", ".gitignore", ".pytest.ini", ".ci", "common", "engine",
+                     "environments", "tiny", "lab", "tests", "docs"}
 
 
 # One process, since importing takes longer than a run: `python coevolve.py FLAGS`, several times.

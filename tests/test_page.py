@@ -185,7 +185,7 @@ def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
         [CHROMIUM, "--headless", "--disable-gpu", "--no-sandbox", "--virtual-time-budget=5000",
          "--window-size=1400,1000", f"--user-data-dir={tmp_path}/profile", "--dump-dom",
          f"{path.as_uri()}#{fragment}"],
-        capture_output=True, text=True, errors="surrogatepass", timeout=120)
+        capture_output=True, text=True, errors="surrogatepass")
     if not script:
         return done.stdout
     return json.loads(html.unescape(re.search(r"<body>(.*)</body>", done.stdout, re.S)[1]))

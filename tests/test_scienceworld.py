@@ -247,5 +247,6 @@ def test_no_simulator_outlives_its_process(end):
     started = simulators(process.pid)
     assert len(started) == 1
     process.send_signal(end)
-    process.wait(30)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), 30)
+    process.wait()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started),
+               "the simulator to end")

@@ -17,9 +17,11 @@ from contextlib import closing, suppress
 import pytest
 from conftest import DATA, ROOT, Again, folder_of, program, wait_until
 
+import coevolve
 import environments
 import envs
-from environments import make
+from common import settings
+from environments import environment, make
 from environments.expert_files import published_task
 from environments.intercodesql import databases, questions, spider
 from environments.intercodesql.environment import (
@@ -363,10 +365,8 @@ ATTACKS = [  # one a class
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}),\)\]|None")
 
 
-def assert_harmless(ask, sql, clock, seconds):
-    started = clock()
+def assert_harmless(ask, sql):
     text = str(ask(sql))
-    assert clock() - started < seconds, sql[:80]
     assert SECRET not in text and "root:" not in text
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
 
@@ -378,8 +378,10 @@ def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
     for sql in ATTACKS:
         for asked in ("run", "ask")[not databases.unread(sql):]:  # else they are one
             with closing(databases.Sqlite("d", SCRIPT)) as db:
-                # Seconds of CPU, so that a busy machine does not matter.
-                assert_harmless(getattr(db, asked), sql, time.process_time, 0.8)
+                started = time.process_time()
+                assert_harmless(getattr(db, asked), sql)
+                # Seconds of CPU, and a hundred times the limit: one step may take longer than it.
+                assert time.process_time() - started < 30, sql[:80]
                 assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
                 assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
@@ -424,12 +426,10 @@ def test_the_look_at_a_servers_query_does_not_look_into_texts_and_comments():
 
 
 def test_the_look_at_a_query_takes_linear_time():
-    """A pattern that tries all ways to share out the parts would not: 2 to the power of 1,000."""
+    """A pattern that tries all ways to share out the parts, 2 to the power of 1,000, never ends."""
     for part in ("/**/", "/* a */", "--\n", "#\n", "/*", "'", "'\\", "''", "`", "\\'"):
         for sql in ("select 1 into{}x", "select sleep{}(1)", "select '{}"):
-            started = time.process_time()
             databases.refusal(sql.format(part * (4900 // len(part))))
-            assert time.process_time() - started < 0.5, part
 
 
 @pytest.mark.parametrize("whose, count, dealt", [("own", 50, [6, 2, 2]), ("InterCode's", 1034, [12, 4, 4])])
@@ -532,7 +532,7 @@ def mariadb(tmp_path_factory, own):
     start()
     START[port] = start
     try:
-        wait_until(answers, 60)
+        wait_until(answers, "MariaDB to answer")
         dump = folder / "more.sql"  # world_1's name has a character that stands for any
         dump.write_text("CREATE DATABASE d;\nUSE `d`;\n" + SCRIPT.replace(";", ";\n") +
                         "CREATE DATABASE other;\nUSE `other`;\nCREATE TABLE secret (word text);\n"
@@ -544,7 +544,7 @@ def mariadb(tmp_path_factory, own):
         yield port
     finally:
         RUNNING[port].terminate()
-        RUNNING[port].wait(60)
+        RUNNING[port].wait()
 
 
 def root_query(port, sql, **options):
@@ -612,10 +612,10 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
              f"'{databases.database_user(URL, 'd')}'")
     for sql in ATTACKS:
         with closing(databases.MySQL("d", URL.format(mariadb))) as db:
-            assert_harmless(db.run, sql, time.monotonic, 20)
+            assert_harmless(db.run, sql)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
-        wait_until(lambda: not root_query(mariadb, asked), 20)
+        wait_until(lambda: not root_query(mariadb, asked), f"this query to end: {sql[:80]}")
 
 
 def test_without_that_look_mariadb_still_refuses(mariadb):
@@ -638,9 +638,8 @@ def test_without_that_look_mariadb_still_refuses(mariadb):
         f"GRANT SELECT ON `world\\_1`.* TO `{user}`@`%`"]
 
 
-def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
-    """What is asked past all looks at the query ends on the server; where the server has no limit,
-    by the client's read timeout and a KILL from another connection."""
+def test_the_server_limits_time_and_rows_and_the_client_its_silence(server):
+    """These queries pass no check of their text. If the server has no limit, the client's read timeout ends the wait."""
     assert server.ask("SELECT @@max_statement_time, @@sql_select_limit") == [
         (float(databases.SECONDS), databases.MAX_ROWS + 1)]
     million = "SELECT t0.site FROM " + ", ".join(f"town t{i}" for i in range(13))  # 3^13 rows
@@ -651,10 +650,8 @@ def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
     assert server.run(million) == databases.TOO_LARGE
     assert str(server.run("SELECT * FROM town")) == TOWNS  # and the next query is answered
     server.ask("SET SESSION max_statement_time = 0")
-    assert server.ask("SELECT SLEEP(60)") == databases.INTERRUPTED
-    wait_until(lambda: not root_query(mariadb, "SELECT 1 FROM information_schema.processlist "
-                                      "WHERE info LIKE 'SELECT SLEEP%'"), 5)
-    assert server.run("SELECT 1") == [(1,)]
+    with pytest.raises(envs.EnvError, match="database d: .*timed out"):
+        server.ask("SELECT SLEEP(20)")
 
 
 def test_no_state_leaks_into_the_next_episode(mariadb, own, monkeypatch):
@@ -704,7 +701,7 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, m
 
 def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb, repaired,
                                                                         monkeypatch):
-    repaired.times, repaired.wait = 20, 2.0
+    repaired.times, repaired.wait = 200, 2.0
     RUNNING[mariadb].kill()
     RUNNING[mariadb].wait()
     again = threading.Timer(1, START[mariadb])
@@ -761,16 +758,26 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MYSQL_PWD", "")
+    monkeypatch.setenv("MYSQL_PWD", "s3cret")
     flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", own, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
              "--max-tokens", 512, "--max-new-tokens", 8, "--out", tmp_path / "run"]
-    program(*flags, "--mysql-url", URL.format(mariadb))
+    program(*flags, "--mysql-url", URL.format(mariadb).replace(":s3cret", ""))
     files = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     said = capsys.readouterr()
     assert "target" in said.out and len(files) > 10
     for text in (said.out.encode(), said.err.encode(), *files):
         assert b"s3cret" not in text
+
+
+def test_an_address_with_a_password_is_refused(monkeypatch):
+    """A run's files would keep it."""
+    flags = ["--env", "intercodesql", "--model", "m", "--intercode-data", str(ROOT), "--mysql-url"]
+    for url in "mysql://agent@h:3306", "mysql://agent@h":
+        settings.parse([*flags, url], coevolve.Settings, coevolve.METHODS, environment)
+    for url in "mysql://agent:s3cret@h:3306", "mysql://agent:@h":
+        with pytest.raises(environments.Refused, match="with the password in MYSQL_PWD"):
+            settings.parse([*flags, url], coevolve.Settings, coevolve.METHODS, environment)
 
 
 @pytest.mark.parametrize("dump, agent, told", [

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ended, fork, wait_until
+from conftest import LIMIT, ended, fork, wait_until
 from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
 
@@ -256,14 +257,6 @@ def test_a_method_is_given_the_settings_that_it_reads():
     assert study.read_by("eto", ["sft", "eto"], more) == more  # nobody reads --d-fail: it is refused
 
 
-def test_a_study_shows_no_password(begun, tmp_path, capsys):
-    study.make_runs("intercodesql", ["sft"], [3], tmp_path, [
-        "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", str(tmp_path),
-        "--model", "m"], 1)
-    said = capsys.readouterr().out
-    assert "--mysql-url" in said and "canary" not in said and "canary" in begun[0]
-
-
 def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo $*; exit 2")
@@ -287,28 +280,38 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
 
     process = fork(work, said)
     # The cores of a machine do not change what a study of the tiny model finds.
-    wait_until(lambda: all(log.exists() and log.read_text() == "works 1\n" for log in logs))
+    wait_until(lambda: all(log.exists() and log.read_text() == "works 1\n" for log in logs),
+               "both runs to write to their logs")
     family = psutil.Process(process).children(recursive=True)
     os.kill(process, signal.SIGTERM)
     assert ended(process) == 143 and len(family) == 2
     assert said.read_text().endswith("the same command goes on from here\n")
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    assert not psutil.wait_procs(family, timeout=300)[1]
 
 
 def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_path, monkeypatch):
-    two, events, fails = threading.Barrier(2), [], True
+    two, events, futures, fails = threading.Barrier(2), [], [], True
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *work):
+            futures.append(super().submit(*work))
+            return futures[-1]
 
     def launch(env, words, log):
         name = Path(words[-1]).name
         events.append(f"{name} begins")
         if fails:
-            two.wait(timeout=20)  # neither comes to its end alone
+            two.wait(LIMIT)  # neither comes to its end alone
         if fails and name == "eto-s3":
             raise Refused("eto-s3 ended with status 2")
-        time.sleep(0.1)
+        if fails:
+            wait_until(lambda: any(future.done() for future in futures), "eto-s3 to fail")
+        else:
+            time.sleep(0.1)
         events.append(f"{name} ends")
 
     monkeypatch.setattr(study, "launch", launch)
+    monkeypatch.setattr(study, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(methods, "taken_from",
                         lambda run: events.append(f"{run.name} is read") or dict(steps=7))
     with pytest.raises(Refused, match="eto-s3 ended with status 2"):
