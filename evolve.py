@@ -21,8 +21,8 @@ the agent's weaknesses. This is the method in pseudocode, where an assignment is
 
 rho is the ratio of pi to the policy that played the episodes, clip limits it to the range from
 1 - low to 1 + high, and k3 estimates the KL divergence from pi_ref, which has the weight beta (see
-`grpo_loss`). T, B, K, E and beta are settings, and low and
-high are the constants CLIP_LOW and CLIP_HIGH.
+`grpo_loss`). T, B, K, E and beta are settings. low and high are the constants CLIP_LOW and
+CLIP_HIGH.
 
     task        a request to the agent in an environment, known by its id
     D           the task set that the agent is trained on; D_0 is the set at the start
