@@ -327,7 +327,7 @@ def train(
     planned: Path,
     i: int,
 ) -> dict:
-    """Trains the agent for the steps of a segment. The current weights play the episodes.
+    """Trains the agent for the steps of a segment. Each step plays with the current weights.
 
     Args:
         run: The run.
@@ -707,12 +707,12 @@ def boundary(history: History, s: Evolution) -> Iterator[dict]:
 
 
 def rare(history: History, s: Evolution) -> Iterator[dict]:
-    """Yields the rare action patterns P, those with 0 < c_p / N < theta / 100.
+    """Yields the rare action patterns P. A pattern p is rare if 0 < c_p / N < theta / 100.
 
-    N is the number of episodes in the segment, and c_p that of episodes that contain the pattern p.
-    c_p must also be at least --rare-min. Only actions that the environment executed form patterns.
-    The evidence comes from the episodes that contain the pattern, those with the lowest rewards
-    first, and the task is that of the first one.
+    N is the number of episodes in the segment, and c_p is the number of those that contain p. c_p
+    must also be at least --rare-min. Only actions that the environment executed form patterns. The
+    episodes that contain p are sorted by reward, lowest first. The first one determines the task,
+    and the evidence is their first failure and their first success.
     """
     counts = Counter(itertools.chain(*history.patterns))
     for pattern, count in counts.items():
@@ -902,7 +902,7 @@ def begin_exploring(
 def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i: int) -> dict:
     """Lets the agent play the picked tasks again, at a higher temperature than in training.
 
-    The agent is not shown why a task was picked.
+    The agent is not shown why a task was picked. In evolution 0, it plays training tasks instead.
     """
     s = run.settings
     episodes = begin_exploring(run, signals, START_EPISODES, i)
@@ -1129,7 +1129,8 @@ class Evolution(NewTasks, types.Stated):
     """Signals that guide exploration, and the growth of D"""
     # The kinds of signals that guide exploration, separated by commas [summary]
     signals: SignalNames = ",".join(SIGNALS)
-    # The minimum number of a segment's episodes that contain a rare pattern [summary; notes: 2]
+    # The minimum number of episodes of a segment in which a rare pattern must occur [summary;
+    # notes: 2]
     rare_min: types.Count = 1
     # The maximum number of signals of each kind that are picked for exploration [ours]
     picks: types.Count = 8

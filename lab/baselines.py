@@ -79,7 +79,7 @@ def train_on_experts(run: Run) -> tuple[Path, Path]:
 
 
 def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: int) -> dict:
-    """Plays tasks again for DART, the more often the more of their first rollouts failed.
+    """Plays tasks again for DART. Tasks with more failures among their first rollouts get more.
 
     Args:
         run: The run.

@@ -514,7 +514,7 @@ def with_advantages(file):
 
 
 def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_model):
-    """By plain passes over the episodes, at the sampler's temperature and without the tokens that
+    """By plain forward passes over the episodes, at the sampler's temperature and without the tokens that
     are never drawn. In the first step the policy is the one that played, and the reference."""
     r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, MINIBATCH=9, grpo_lr=1e-2)
     [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
@@ -532,7 +532,7 @@ def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_
 
 
 def apart(old, ref, t, never):
-    """log pi_old - log pi_ref of an episode, by plain passes."""
+    """log pi_old - log pi_ref of an episode, by plain forward passes."""
     with torch.no_grad():
         found = [plain_log_probs(models.read_model(folder), t.ids, t.action_mask, never, 1.5).sum()
                  for folder in (old, ref)]
@@ -606,7 +606,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_files(run, tmp_path
 
 
 def test_where_a_segment_ends_makes_no_difference_to_grpo(run):
-    """AdamW's moments and the pass over D go on from one to the next."""
+    """AdamW's moments and the epoch over D continue in the next segment."""
     one = run("grpo", "one", start_from="train", grpo_steps=3, evolve_every=3)
     three = run("grpo", "three", start_from="train", grpo_steps=3, evolve_every=1)
     a, b = (folder / "model.safetensors" for folder in (
