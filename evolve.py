@@ -8,7 +8,7 @@ the agent's weaknesses. This is the method in pseudocode, where an assignment is
     for step = 1..T:
         X <- the next B tasks of a shuffled epoch over D
         for each task x in X: play K episodes with pi, and let R_1..R_K be their rewards
-            A_k = (R_k - mean R) / (std R + 1e-6)      the advantages; x is skipped if all are equal
+            A_k = (R_k - mean R) / (std R + 1e-6)      the advantages; skip x if all R_k are equal
         for each minibatch of X:                       one update by AdamW
             L = - mean over action tokens [ min(rho A, clip(rho, 1 - low, 1 + high) A) - beta k3 ]
         after every E steps, unless training ends:     one evolution of D

@@ -79,7 +79,9 @@ def train_on_experts(run: Run) -> tuple[Path, Path]:
 
 
 def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: int) -> dict:
-    """Plays tasks again for DART. Tasks with more failures among their first rollouts get more.
+    """Samples additional rollouts for DART.
+
+    The more of a task's first rollouts failed, the more additional rollouts it gets.
 
     Args:
         run: The run.
