@@ -193,7 +193,7 @@ def grpo_loss(
     clip_low: float,
     clip_high: float,
     kl: float,
-) -> tuple[Tensor, dict]:
+) -> tuple[dict, dict]:
     """Computes GRPO's loss, summed over the action tokens t_j of some visits:
 
         rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
@@ -206,7 +206,7 @@ def grpo_loss(
         kl: beta.
 
     Returns:
-        The loss, (), and sums of statistics: `action` counts the tokens and those whose ratio was
+        {loss: (), its sum}, and sums of statistics: `action` counts the tokens and those whose ratio was
         out of its range; `far`, where there are any, counts those that k3 is bounded for.
     """
     old = torch.cat([visit.old for visit in visits]).to(policy)                   # (A,)
@@ -231,7 +231,7 @@ def grpo_loss(
     far = (d > FARTHEST).sum().item()
     if far:
         statistics["far"] = dict(count=far)
-    return loss, statistics
+    return dict(loss=loss), statistics
 
 
 def advantage_of_tokens(visits: list[Visit]) -> list[float]:

@@ -253,8 +253,11 @@ class Run:
         if margins:
             write(self, out / "margins.jsonl", margins)
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
-        return dict(steps=len(lines), first_loss=lines[0]["loss"], loss=lines[-1]["loss"],
-                    tokens=tokens)
+        losses = {}  # the loss and its terms, in the first step and in the last
+        for name in lines[0]:
+            if name not in ("step", "lr", "norm", "kinds"):
+                losses |= {f"first_{name}": lines[0][name], name: lines[-1][name]}
+        return dict(steps=len(lines), **losses, tokens=tokens)
 
     def keep(self, agent: Path, out: Path) -> dict:
         """Copies an agent that stays as it is, but for the log of what it learned before."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 SHARES = {"success": "solved", "hard": "hard failures", "idle": "idle replies",
           "budget": "out of turns"}
 # What is recorded of a phase beside what it found.
-RECORDS = {"i", "seconds", "first_loss"}
+RECORDS = {"i", "seconds"}
 
 
 def sentence(output: str, row: dict) -> str:
@@ -14,7 +14,8 @@ def sentence(output: str, row: dict) -> str:
     "iter1/target.jsonl  400 episodes, reward 0.512, 35% solved, 40% hard failures, ...  1:12"."""
     parts = []
     for name, value in row.items():
-        if name not in RECORDS and isinstance(value, (int, float, dict)):
+        shown = name not in RECORDS and not name.startswith("first_")
+        if shown and isinstance(value, (int, float, dict)):
             parts.append(phrase(name, value, row))
     minutes, seconds = divmod(round(row["seconds"]), 60)
     taken = "  taken over" if "from" in row else ""
@@ -31,8 +32,8 @@ def phrase(name: str, value, row: dict) -> str:
         return f"{value:.0%} {SHARES[name]}"
     if name == "turns":
         return f"{value:.1f} turns each"
-    if name == "loss" and "first_loss" in row:
-        return f"loss {row['first_loss']:.3f} -> {value:.3f}"
+    if f"first_{name}" in row:
+        return f"{name} {row[f'first_{name}']:.3f} -> {value:.3f}"
     if isinstance(value, float):
         return f"{name} {value:.3f}"
     return counted(value, name)

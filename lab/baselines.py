@@ -205,7 +205,7 @@ def leave_one_out(rewards: list[float]) -> list[float]:
     return [reward - (total - reward) / (n - 1) for reward in rewards]
 
 
-def ppo_loss(policy: Tensor, visits: list[Visit], clip: float, kl: float) -> tuple[Tensor, dict]:
+def ppo_loss(policy: Tensor, visits: list[Visit], clip: float, kl: float) -> tuple[dict, dict]:
     """PPO's clipped objective (Schulman et al. 2017) and a KL term, summed over action tokens t_k:
 
         L = sum_k  -min(rho_k A, clip(rho_k, 1 - clip, 1 + clip) A) + kl/2 (log pi/pi_SFT)^2
@@ -219,7 +219,7 @@ def ppo_loss(policy: Tensor, visits: list[Visit], clip: float, kl: float) -> tup
     ratio = (policy - old).exp()                                                  # (A,)
     clipped = ratio.clamp(1 - clip, 1 + clip)
     surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-    return (kl * (policy - sft) ** 2 / 2 - surrogate).sum(), {}
+    return dict(loss=(kl * (policy - sft) ** 2 / 2 - surrogate).sum()), {}
 
 
 # ------------------------------------------------------------------------------------ settings

@@ -43,9 +43,9 @@ def visit(counts, advantages, old, ref):
 def loss_of(policy, visits, kl, low=0.2, high=0.25):
     """GRPO's loss, its derivative by each log pi, and its statistics."""
     policy = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
-    loss, statistics = evolve.grpo_loss(policy, visits, low, high, kl)
-    loss.backward()
-    return loss.item(), policy.grad.tolist(), statistics
+    terms, statistics = evolve.grpo_loss(policy, visits, low, high, kl)
+    terms["loss"].backward()
+    return terms["loss"].item(), policy.grad.tolist(), statistics
 
 
 def test_the_loss_by_hand():
