@@ -206,7 +206,7 @@ def grpo_loss(
         kl: beta.
 
     Returns:
-        {loss: (), its sum}, and sums of statistics: `action` counts the tokens and those whose ratio was
+        {loss: ()}, and sums of statistics: `action` counts the tokens and those whose ratio was
         out of its range; `far`, where there are any, counts those that k3 is bounded for.
     """
     old = torch.cat([visit.old for visit in visits]).to(policy)                   # (A,)

@@ -6,7 +6,7 @@ from collections import defaultdict
 SHARES = {"success": "solved", "hard": "hard failures", "idle": "idle replies",
           "budget": "out of turns"}
 # What is recorded of a phase beside what it found.
-RECORDS = {"i", "seconds"}
+RECORDS = {"i", "seconds", "edited"}
 
 
 def sentence(output: str, row: dict) -> str:
@@ -19,7 +19,8 @@ def sentence(output: str, row: dict) -> str:
             parts.append(phrase(name, value, row))
     minutes, seconds = divmod(round(row["seconds"]), 60)
     taken = "  taken over" if "from" in row else ""
-    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}{taken}"
+    edited = "  edited since" if "edited" in row else ""
+    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}{taken}{edited}"
 
 
 def phrase(name: str, value, row: dict) -> str:
@@ -62,7 +63,8 @@ def closing(done: dict[str, dict]) -> list[str]:
     for (agent, split), rows in evaluations.items():
         rewards = " -> ".join(f"{row['reward']:.3f}" for row in ends_of(rows))
         solved = " -> ".join(f"{row['success']:.0%}" for row in ends_of(rows))
-        said[agent].append(f"{split}: reward {rewards}, solved {solved}")
+        edited = ", edited since" if any("edited" in row for row in rows) else ""
+        said[agent].append(f"{split}: reward {rewards}, solved {solved}{edited}")
     return [f"{agent}, {'; '.join(splits)}" for agent, splits in said.items()]
 
 
@@ -82,3 +84,13 @@ def table(done: dict[str, dict]) -> list[str]:
             kinds[kind].append(sentence(output, row))
     seconds = sum(row["seconds"] for row in done.values() if "from" not in row)
     return [*kinds["pairs"], *kinds["explored"], *kinds["evaluated"], f"{seconds:,.0f} s in all"]
+
+
+def visible(text: str) -> str:
+    """`text` with control characters and others that a terminal may obey escaped, by number."""
+    shown = ""
+    for c in text.replace("\r\n", "\n"):
+        if c == "\t":
+            c = " "
+        shown += c if c.isprintable() or c == "\n" else f"<{ord(c):02X}>"
+    return shown

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common.files import read_json
 from common.settings import Refused, flag, settings_of
+from engine.words import visible  # noqa: F401, for those who read runs
 from worlds import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
@@ -40,16 +41,6 @@ def command(name: str, work: Callable) -> None:
         if rank() == 0:
             print(f"{name}: {line}", file=sys.stderr)
         sys.exit(2)
-
-
-def visible(text: str) -> str:
-    """`text` with control characters and others that a terminal may obey escaped, by number."""
-    shown = ""
-    for c in text.replace("\r\n", "\n"):
-        if c == "\t":
-            c = " "
-        shown += c if c.isprintable() or c == "\n" else f"<{ord(c):02X}>"
-    return shown
 
 
 def config_of(run: Path) -> dict:

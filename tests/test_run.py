@@ -210,8 +210,9 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
     assert FF not in after["iter1/pairs-target.jsonl"]["pairs"]
     # What differs is said, and stands in config.json.
     differs = "d_tgt_failures (cross -> none)"
-    assert f"other settings: {differs}\n" in said
-    assert read_json(out / "config.json")["branch"]["settings"] == [differs]
+    assert f"other settings: {differs}; other code: none\n" in said
+    assert read_json(out / "config.json")["branch"] == dict(
+        run=str(toy[0]), output="iter1/pairs-target.jsonl", seed=0, settings=[differs], code=[])
 
     # The same command goes on; and a branch of the branch says whose each file is.
     count = len(made(out))
@@ -227,7 +228,7 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
 
 @pytest.mark.parametrize("branch, says", [
     ("runs/nowhere@sft-target", "runs/nowhere is no run; give RUN@OUTPUT"),
-    ("RUN", "is no run; give RUN@OUTPUT"),
+    ("RUN", "run: give RUN@OUTPUT, such as"), ("iter1/target.jsonl", "jsonl: give RUN@OUTPUT,"),
     ("RUN@iter9/target.jsonl", "the run has no 'iter9/target.jsonl'; choose from: experts.jsonl, "),
     ("RUN@eval-1-target-test.jsonl", "run/iter1/target.jsonl is not there any more")])
 def test_a_branch_of_what_is_not_there_is_refused(branch, says, again, toy_run, tmp_path):
