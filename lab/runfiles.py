@@ -11,9 +11,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
-from common.files import read_json
+from common.files import is_edited, read_json
 from common.settings import Refused, flag, settings_of
-from engine.words import visible  # noqa: F401, for those who read runs
+from engine.words import visible  # noqa: F401, which commands import from here
 from worlds import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
@@ -71,14 +71,22 @@ def way_of(run: Path, env: str) -> list[str]:
     return [f"{flag(name)}={settings[name]}" for name in names if settings.get(name) is not None]
 
 
+def is_finished(run: Path) -> bool:
+    return bool(config_of(run).get("finished")) or (run / "result.json").exists()
+
+
 def phases_of(run: Path) -> dict[str, dict]:
-    """phases.json of a run: output -> what is recorded of it, with the iteration `i` of each."""
+    """phases.json of a run: output -> what is recorded of it, with the iteration `i` of each, and
+    `edited` if the file is not what the phase wrote."""
     file = run / "phases.json"
     rows = read_json(file) if file.exists() else {}
     for output, row in rows.items():
         found = re.match(r"iter(\d+)/", output)
         row.setdefault("i", int(found[1]) if found else 0)
         row["output"] = output
+        row.pop("edited", None)
+        if is_edited(run / output, row):
+            row["edited"] = True
     return rows
 
 
