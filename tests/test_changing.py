@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 import shutil
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -15,11 +16,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT, plain_log_probs
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.files import read_json
 from common.files import read_jsonl as rows
 from lab.page import page, report
+from lab.study.changes import changes as changes_of
 
 FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "engine", "worlds")
 # Each agent takes one step, on whole trajectories.
@@ -183,6 +186,58 @@ def test_ipo_and_that_a_branch_takes_what_its_base_made_before(base, fork):
         assert alike == (n < count or name == "iter1/pairs-failure.jsonl")
         assert ("from" in after[name]) == (n < count)
     assert read_json(run / "config.json")["branch"]["settings"] == ["lambda_dpo (1.0 -> 0.005)"]
+
+
+def test_cdpo(base, fork):
+    _, run = fork("cDPO", "iter1/target-agent", until="iter1/failure-agent")
+    first, of_dpo = first_step(run, "failure"), first_step(base, "failure")
+    assert first["loss"] == first["dpo"] == pytest.approx(LN2) and first["sft"] == 0
+    assert first["norm"] / of_dpo["norm"] == pytest.approx(0.8, rel=1e-4)
+    # The report says so first.
+    _, _, found = changes_of({"base": {0: base}, "cdpo": {0: run}})
+    assert [row[2] for row in found if row[1] in ("settings", "first output, seed 0")] == [
+        "none differ", f"iter1/target-agent: {of_first(base, run)}; other weights"]
+    assert ("cdpo", "code", "dpo.py") in found
+
+
+def of_first(*runs):
+    """What the report says of the first steps of two runs' targets."""
+    one, other = (first_step(run, "target") for run in runs)
+    return "; ".join(f"first {name} {one[name]:.4g} -> {other[name]:.4g}"
+                     for name in ("loss", "dpo", "sft", "norm"))
+
+
+def test_lora(fork):
+    pytest.importorskip("peft")
+    _, run = fork("LoRA", "iter1/pairs-failure.jsonl", "--dpo-lr 1e-4 --dpo-epochs 2 "
+                  "--dpo-warmup 0", until="iter1/failure-agent")
+    first, last = rows(run / "iter1/failure-agent/train.jsonl")
+    assert first["loss"] == pytest.approx(LN2) and last["loss"] < LN2
+    assert not [*(run / "iter1/failure-agent").glob("adapter*")]
+    before, after = (load_file(run / agent / "model.safetensors")
+                     for agent in ("sft-failure", "iter1/failure-agent"))
+    assert before.keys() == after.keys()
+    changed = 0
+    for name, weight in before.items():
+        moved = after[name] - weight
+        if "norm" in name or "embed" in name:
+            assert not moved.any(), name
+        elif moved.any():
+            s = torch.linalg.svdvals(moved)
+            assert s[8] < 1e-2 * s[0]  # of rank 8, but for the rounding of the merged weights
+            changed += 1
+    assert changed > 5
+
+
+def test_the_loop_over_three_seeds(tmp_path):
+    loop = re.search(r"^for seed.*?(?=^```)", (ROOT / "docs/changing.md").read_text(), re.S | re.M)
+    said = subprocess.run(["bash", "-c", f'bash() {{ echo "$*"; }}; {loop[0]}'], text=True,
+                          capture_output=True, check=True).stdout.splitlines()
+    assert len(said) == 7
+    arms = [word.split("=") for word in said[-1].split()[2:]]
+    made = [line.split()[line.split().index("--out") + 1] for line in said[:-1]]
+    assert [folder for _, folder in arms] == made
+    assert [name for name, _ in arms] == ["base"] * 3 + ["ipo"] * 3
 
 
 def test_simpo(fork):

@@ -180,7 +180,7 @@ def states(runs: Runs) -> Table:
                 i = max((row["i"] for row in phases.values()), default=0)
                 notes.append(f"unfinished, iteration {i}")
             if "target" not in agents:
-                notes.append(f"no agent is called target; its agents: {', '.join(agents) or 'none'}")
+                notes.append(f"no agent is called target, only: {', '.join(agents) or 'none'}")
             notes += [f"{output} was edited" for output, row in phases.items() if "edited" in row]
             if notes:
                 rows.append((arm, str(seed), "; ".join(notes)))
@@ -252,7 +252,7 @@ def over_iterations(found: list[dict], out: Path) -> Table:
         made, axes = figures.figure(len(curves), height=5)
         for ax, (split, of_split) in zip(axes, curves.items()):
             for n, (arm, points) in enumerate(of_split.items()):
-                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3, label=arm,
+                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3, label=visible(arm),
                             linestyle=figures.LINES[n // 10 % 3])
             figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
         figures.legend(axes[0])
