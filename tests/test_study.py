@@ -289,7 +289,8 @@ def test_the_report_starts_with_what_differs(tmp_path, capsys):
             for kind in ("expert>target", "failure>failure")]
     for name, run in runs.items():
         phases = json.loads((run / "phases.json").read_text())
-        order = {"iter1/pairs-target.jsonl": dict(seconds=0.0, trains="target", pairs={})}
+        order = {"iter1/pairs-target.jsonl": dict(seconds=0.0, trains="target", pairs={}),
+                 "iter1/target-agent": phases.pop("iter1/target-agent")}
         (run / "phases.json").write_text(json.dumps(order | phases))
         kept = rows[:1] if name == "pairs" else rows
         write_lines(run / "iter1/pairs-target.jsonl", kept)
