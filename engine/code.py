@@ -2,10 +2,12 @@
 and `compare` print which files differ between two runs."""
 
 import hashlib
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+INSTALLED = r"(^|/)(\.|site-packages/)"  # of a virtual environment, and other hidden folders
 
 
 def code_now() -> dict:
@@ -20,9 +22,8 @@ def code_now() -> dict:
         new = git("ls-files", "--others", "--exclude-standard", "--", "*.py")
         names = (changed + new).splitlines()
     else:
-        packages = [file.parent for file in ROOT.glob("*/__init__.py")]
-        files = [*ROOT.glob("*.py"), *(file for part in packages for file in part.rglob("*.py"))]
-        names = [file.relative_to(ROOT).as_posix() for file in files]
+        paths = [file.relative_to(ROOT) for file in ROOT.rglob("*.py")]
+        names = [path.as_posix() for path in paths if not re.search(INSTALLED, path.as_posix())]
     return dict(commit=commit and commit.strip(),
                 files={name: blob_hash(ROOT / name) for name in sorted(names)})
 
@@ -53,16 +54,18 @@ def code_differences(one: dict | None, other: dict | None) -> list[str]:
     """
     if not one or not other:
         return ["(one of the runs has no record of its code)"]
+    same = one["commit"] == other["commit"]
     files = []
     for record in one, other:
         committed = {}
-        if record["commit"] and one["commit"] != other["commit"]:
+        if record["commit"] and not same:
             committed = files_of(record["commit"])
             if not committed:
-                return [f"(commit {one['commit']} and {other['commit']}, not both of them here)"]
+                return [f"(not known: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    return [name for name in names if files[0].get(name) != files[1].get(name)]
+    missing = "as in the commit of both" if same else None  # None: the file is not there
+    return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 
 
 def files_of(commit: str) -> dict[str, str]:

@@ -295,7 +295,7 @@ def test_the_files_that_differ_between_two_records_of_code(tmp_path, monkeypatch
     assert code.code_differences(changed, code.code_now()) == []
     assert code.code_differences(plain, code.code_now()) == ["dpo.py", "envs.py", "own.py"]
     unknown = dict(commit="f" * 40, files={})
-    assert "not both of them here" in code.code_differences(first, unknown)[0]
+    assert "has no commit fff" in code.code_differences(first, unknown)[0]
 
 
 # ----------------------------------------------------------------------------------- edited files
@@ -329,7 +329,8 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
     (PLAYED, dict(reward="1"), "reward has to be of type float, and is '1'"),
     (PLAYED, dict(reward=math.nan), "reward has to be of type float, and is nan"),
     (PLAYED, dict(steps=True), "steps has to be of type int"),
-    (PLAYED, dict(messages=["hello"]), "'role' is missing"),
+    (PLAYED, dict(messages=["hello"]), "messages has to be of type list[dict]"),
+    (PLAYED, dict(messages=[dict(content="")]), "'role' is missing"),
     (PLAYED, dict(messages=[dict(role="user", content=None)]), "content has to be of type str"),
     (PAIRS, dict(weight=-1.0), "weight is -1.0, below 0"),
     (PAIRS, dict(weight=None), "weight has to be of type float, and is None"),
