@@ -291,6 +291,8 @@ class Run:
         each pair in margins.jsonl. The arguments are those of `dpo.train`; log_probs is the run's,
         unless told otherwise."""
         s = self.settings
+        with one_line_of(self.name):  # what is wrong with trajectories may be an edit
+            dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)
         lines = []
         with self.bar(len(steps)) as progress:

@@ -21,7 +21,7 @@ import dpo
 from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import Refused, parse
-from engine import code, command, models, run
+from engine import code, command, experts, models, run
 from engine import fork as fork_of_run
 from engine.chat import Encoder
 from engine.records import write
@@ -343,6 +343,26 @@ def test_an_edit_that_cannot_be_used_is_refused_with_file_and_line(
         name, changed, says, again, tmp_path):
     line = refusal(again, line_of(name, **changed))
     assert line.startswith(f"{tmp_path / 'run' / name}, line 2: ") and says in line
+
+
+def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
+    def edit(out):
+        rows = read_jsonl(out / "experts.jsonl")
+        rows[1]["action_mask"] = [0] * len(rows[1]["ids"])
+        write_jsonl(out / "experts.jsonl", rows)
+
+    assert "has no action tokens to learn from; leave it out" in refusal(again, edit)
+
+
+@pytest.mark.parametrize("solves, warned", [(3, True), (4, False)])
+def test_a_run_that_keeps_less_than_half_of_its_experts_warns(
+        solves, warned, bare, monkeypatch, capsys):
+    monkeypatch.setattr(Toy, "reward", lambda env: 1.0 if int(env.task[-1]) < solves else 0.5)
+    bare.make_env, bare.env, bare.splits = Toy, Toy(), ("test",)
+    bare.once("experts.jsonl", experts.collect_experts)
+    said = capsys.readouterr().out
+    assert ("warning: 3 of 8 expert trajectories are kept; dropped: {'reward': 5}; see "
+            "--expert-min-reward 0.7" in said) == warned and ("warning" in said) == warned
 
 
 # --------------------------------------------------------------------------------------- a branch

@@ -252,8 +252,8 @@ def over_iterations(found: list[dict], out: Path) -> Table:
         made, axes = figures.figure(len(curves), height=5)
         for ax, (split, of_split) in zip(axes, curves.items()):
             for n, (arm, points) in enumerate(of_split.items()):
-                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3, label=visible(arm),
-                            linestyle=figures.LINES[n // 10 % 3])
+                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3,
+                            label=visible(arm), linestyle=figures.LINES[n // 10 % 3])
             figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
         figures.legend(axes[0])
         figures.write(made, out / "curves.svg")
