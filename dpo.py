@@ -190,15 +190,16 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
 
 
 # -------------------------------------------------------------------------------------- losses
-# loss(policy, groups) -> the sum over the groups, (), and statistics: kind of pair -> {name: sum}.
-# policy: log pi of all action tokens of the groups, (A,). `train` divides the sum over a batch by
-# size(batch), which makes it a mean: `action_count` for SFT, `pair_count` for Eq. (9).
+# loss(policy, groups) -> sums over the groups, (), by name, and statistics: kind of pair -> {name:
+# sum}. The sum `loss` is trained on; its terms, if it has several, are logged beside it.
+# policy: log pi of all action tokens of the groups, (A,). `train` divides the sums over a batch by
+# size(batch), which makes them means: `action_count` for SFT, `pair_count` for Eq. (9).
 
 
-def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[Tensor, dict]:
+def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Eq. (3)-(5), summed over the groups' trajectories."""
     # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions
-    return -policy.double().sum(), {}
+    return dict(loss=-policy.double().sum()), {}
 
 
 def action_count(groups: list[Group]) -> int:
@@ -226,10 +227,11 @@ def preference_loss(
     lambda_dpo: float = 1.0,
     lambda_sft: float = 0.1,
     log_prob: str = "sum",
-) -> tuple[Tensor, dict]:
+) -> tuple[dict, dict]:
     """Eq. (9), summed over the groups' pairs: weighted DPO plus SFT on the chosen trajectory.
 
-    With lambda_dpo 1 and every sft_weight 0 it is Eq. (7), the failure agent's loss.
+    With lambda_dpo 1 and every sft_weight 0 it is Eq. (7), the failure agent's loss. The sums `dpo`
+    and `sft`, with their lambdas and weights, add up to `loss`.
 
     Args:
         policy: log pi of all action tokens, (A,).
@@ -263,9 +265,11 @@ def preference_loss(
     imitation = -pi[chosen]                                                       # (P,)
     weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
-    loss = lambda_dpo * weight * preference + lambda_sft * sft_weight * imitation  # (P,)
-    return loss.sum(), pair_statistics(pairs, pi[chosen], pi[rejected], rewards[chosen],
-                                       rewards[rejected], margin)
+    dpo = lambda_dpo * weight * preference                                        # (P,)
+    sft = lambda_sft * sft_weight * imitation                                     # (P,)
+    terms = dict(loss=(dpo + sft).sum(), dpo=dpo.sum(), sft=sft.sum())
+    return terms, pair_statistics(pairs, pi[chosen], pi[rejected], rewards[chosen],
+                                  rewards[rejected], margin)
 
 
 def pair_count(groups: list[Group]) -> int:
@@ -409,7 +413,8 @@ def train(
         tokens: Whose activations are in memory at once, on all ranks together.
 
     Yields:
-        {step, loss, lr, norm, kinds}; kinds: kind of pair -> {count, and means over its pairs}.
+        {step, loss and its terms, lr, norm, kinds}; kinds: kind of pair -> {count, and means over
+        its pairs}.
 
     Raises:
         ValueError: Model or trajectories cannot be trained on as they are.
@@ -422,30 +427,31 @@ def train(
             module.padding_idx = None
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
         # The gradient of the batch's loss, part by part.
-        total = 0.0
+        total = Counter()  # loss and its terms
         sums = defaultdict(Counter)
         divisor = size(batch)
         for groups in micro_batches(batch, tokens):
             policy = log_probs(model, trajectories_of(groups))                    # (A,)
-            part, statistics = loss(policy, groups)
-            (part / divisor).backward()
-            total += part.item() / divisor
+            terms, statistics = loss(policy, groups)
+            (terms["loss"] / divisor).backward()
+            for name, term in terms.items():
+                total[name] += term.item() / divisor
             for kind, row in statistics.items():
                 sums[kind].update(row)
         # Each rank has the loss of the whole batch, and the gradient of its own passes, times the
         # number of ranks: see `engine.passes`.
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
-        if not math.isfinite(total + norm):
+        if not math.isfinite(total["loss"] + norm):
             tasks = ", ".join(dict.fromkeys(t.task for t in trajectories_of(batch)))
             raise FloatingPointError(
-                f"loss {total}, gradient norm {norm} at step {step} on tasks {tasks}")
+                f"loss {total['loss']}, gradient norm {norm} at step {step} on tasks {tasks}")
 
         for parameters in optimizer.param_groups:
             parameters["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        yield dict(step=step, loss=total, lr=rate, norm=norm, kinds=means(sums))
+        yield dict(step=step, **total, lr=rate, norm=norm, kinds=means(sums))
 
 
 def check_trainable(model, steps: list[list[Group]]) -> None:

@@ -264,7 +264,7 @@ def grpo_loss(
     clip_low: float,
     clip_high: float,
     kl: float,
-) -> tuple[Tensor, dict]:
+) -> tuple[dict, dict]:
     """Computes the GRPO loss, summed over the action tokens t_j of the groups.
 
         rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
@@ -280,7 +280,7 @@ def grpo_loss(
         kl: The factor beta of the KL term.
 
     Returns:
-        The loss, (), and statistics as a dict {name: sums}. `action` contains the number of action
+        {loss: ()}, and statistics as a dict {name: sums}. `action` contains the number of action
         tokens, `count`, and how many of them had a clipped ratio. `far` is present only if d_j
         exceeds MAX_LOG_RATIO at some tokens, and contains their number.
     """
@@ -306,7 +306,7 @@ def grpo_loss(
     far = (d > MAX_LOG_RATIO).sum().item()
     if far:
         statistics["far"] = dict(count=far)
-    return loss, statistics
+    return dict(loss=loss), statistics
 
 
 def token_advantages(groups: list[TaskGroup]) -> list[float]:

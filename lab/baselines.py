@@ -283,7 +283,7 @@ def leave_one_out(rewards: list[float]) -> list[float]:
 
 
 def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
-             kl: float) -> tuple[Tensor, dict]:
+             kl: float) -> tuple[dict, dict]:
     """Computes PPO's clipped objective with a KL term, summed over the action tokens t_k.
 
         L = sum_k  -min(rho_k A_k, clip(rho_k, 1 - clip, 1 + clip) A_k) + kl/2 (log pi/pi_SFT)^2
@@ -300,7 +300,7 @@ def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
         kl: The weight of the KL term.
 
     Returns:
-        The loss, (), and an empty dict of statistics.
+        {loss: ()}, and an empty dict of statistics.
     """
     old = torch.cat([group.old_log_probs for group in groups]).to(policy)         # (A,)
     sft = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
@@ -308,7 +308,7 @@ def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
     ratio = (policy - old).exp()                                                  # (A,) rho
     clipped = ratio.clamp(1 - clip, 1 + clip)
     surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-    return (kl * (policy - sft) ** 2 / 2 - surrogate).sum(), {}
+    return dict(loss=(kl * (policy - sft) ** 2 / 2 - surrogate).sum()), {}
 
 
 # ------------------------------------------------------------------------------------ settings

@@ -171,8 +171,8 @@ def test_the_loss_by_hand():
     group = baselines.TaskGroup(
         [said(0), said(1), said(2), said(1)], advantages=[1.0, 1.0, 1.0, -2.0],
         old_log_probs=logs(.5, .2, .4, .2), ref_log_probs=logs(.5, .25, .25, .5))
-    loss, _ = baselines.ppo_loss(logs(.5, .25, .25, .25), [group], clip=0.2, kl=0.1)
-    assert loss.item() == pytest.approx(-(1 + 1.2 + 0.625 - 2.5) + 0.1 * math.log(2) ** 2 / 2)
+    terms, _ = baselines.ppo_loss(logs(.5, .25, .25, .25), [group], clip=0.2, kl=0.1)
+    assert terms["loss"].item() == pytest.approx(-(1 + 1.2 + 0.625 - 2.5) + 0.1 * math.log(2) ** 2 / 2)
 
 
 class Table(torch.nn.Module):

@@ -44,9 +44,9 @@ def group(counts, advantages, old, ref):
 def loss_of(policy, groups, kl, low=0.2, high=0.25):
     """Returns the GRPO loss, its derivative with respect to each log pi, and its statistics."""
     policy = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
-    loss, statistics = evolve.grpo_loss(policy, groups, low, high, kl)
-    loss.backward()
-    return loss.item(), policy.grad.tolist(), statistics
+    terms, statistics = evolve.grpo_loss(policy, groups, low, high, kl)
+    terms["loss"].backward()
+    return terms["loss"].item(), policy.grad.tolist(), statistics
 
 
 def test_the_loss_by_hand():
