@@ -111,17 +111,19 @@ def is_causal_lm(config) -> bool:
 def read_whole_config(folder):
     """Returns the config in a folder, in which a forward pass returns the logits alone."""
     config = read(transformers.AutoConfig, folder)
-    reset_outputs(config)
+    reset(config)
     return config
 
 
-def reset_outputs(config) -> None:
-    """Resets what a config and the configs in it add to the outputs of a forward pass. A model with
-    output_attentions, for example, cannot be saved."""
+def reset(config) -> None:
+    """Resets what a config and the configs in it say of generation, and add to the outputs of a
+    forward pass. A model with a temperature or output_attentions, for example, cannot be saved."""
     config.return_dict = True
+    for name in config._get_generation_parameters():
+        delattr(config, name)
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PreTrainedConfig):
-            reset_outputs(value)
+            reset(value)
         elif name.lstrip("_").startswith("output_") and value is True:
             setattr(config, name, False)
 

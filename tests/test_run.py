@@ -784,11 +784,18 @@ def test_heads_that_no_output_depends_on_are_left_out_and_said_once(
 
 def test_switches_of_outputs_in_a_config_neither_act_nor_are_saved(toy_run, small_model, tmp_path):
     base = shutil.copytree(small_model, tmp_path / "base")
-    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False)
+    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False,
+               temperature=0.5, num_beams=4)
     out = toy_run(*SFT, "--model", base)
     saved = read_json(out / "sft-target/config.json")
     assert not saved.get("output_attentions") and not saved.get("output_hidden_states")
-    assert saved.get("return_dict", True)
+    assert saved.get("return_dict", True) and not saved.keys() & {"temperature", "num_beams"}
+
+
+def test_what_could_not_be_saved_is_found_before_training(toy_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "write", fails_with(ValueError("transformers refuses it")))
+    assert "an agent trained from it could not be saved: transformers refuses it" in refusal(toy_run)
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model, tmp_path, capsys):
