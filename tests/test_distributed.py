@@ -33,7 +33,12 @@ def train(accelerator, folder, shard):
         model.tie_weights()
         model.save_pretrained(folder / "base")
     accelerator.wait_for_everyone()
+    if shard:  # as on GPUs
+        prepare = models.prepare
+        models.prepare = lambda model, recompute: (models.fuse_norms(model), prepare(model, recompute))
     model = models.load(accelerator, folder / "base", recompute=shard, shard=shard)
+    norms = sum(isinstance(module, models.FusedRMSNorm) for module in model.modules())
+    assert norms == (4 * 2 + 1 if shard else 0)  # two layers of Qwen3
     assert isinstance(model, FSDPModule) == shard
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert len(reads) == (accelerator.is_main_process or not shard)  # one reads for all
@@ -67,7 +72,7 @@ def one(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks, shard", [(2, False), (3, True)])
 def test_ranks_whole_or_in_parts_train_like_one_process(ranks, shard, one, tmp_path):
-    """Models in parts also recompute their layers, as they do on GPUs."""
+    """Models in parts also recompute their layers and have fused norms, as they do on GPUs."""
     other = trained(tmp_path, ranks, shard)
     again = models.read_model(tmp_path / "after")
     assert again.get_input_embeddings().weight is again.get_output_embeddings().weight

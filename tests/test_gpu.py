@@ -13,8 +13,11 @@ import pytest
 import torch
 import transformers
 from conftest import in_ranks, make_model
+from family_models import tiny_model
 from pretend_gpu import compile_guard, on_card
 from transformers import Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import coevolve
 import dpo
@@ -263,6 +266,56 @@ def test_ranks_hardly_idle():
             assert len(passes) <= 8 and max(costs) <= 8192
             time += 8 * max(costs)
     assert own / time > 0.78
+
+
+# Norms that are one kernel each.
+
+
+@pytest.mark.parametrize("family, norms", [
+    ("llama", 5), ("qwen3", 9), ("phi3", 5), ("olmo2", 9), ("gemma3_text", 0), ("gpt_neox", 0)])
+def test_fused_norms_change_neither_logits_nor_gradients(family, norms):
+    """The models have two layers. Gemma multiplies by 1 + weight, and GPT-NeoX has LayerNorm: both
+    keep their norms."""
+    model = tiny_model(family)
+    ids = torch.randint(2, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def logits_and_gradients():
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.log_softmax(-1)[..., 7].sum().backward()
+        return [logits, *(p.grad for p in model.parameters())]
+
+    expected = logits_and_gradients()
+    names = [*model.state_dict()]
+    assert models.fuse_norms(model) == norms
+    assert [*model.state_dict()] == names
+    torch.testing.assert_close(logits_and_gradients(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm])  # dtype of x * weight, and of x
+@pytest.mark.parametrize("eps, scale", [(1e-6, 1.0), (1e-12, 1e4), (1.0, 1e-4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_gives_what_the_norm_gives(kind, eps, scale, dtype, x_dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(kind(64, eps))
+    model[0].weight = torch.nn.Parameter((scale * torch.randn(64)).to(dtype))
+    x = (torch.randn(5, 64) * torch.tensor([[1e-6], [1e-3], [1.0], [10.0], [1e3]])).to(x_dtype)
+    expected = model(x)
+    assert models.fuse_norms(model) == 1
+    rounding = 0.01 if torch.bfloat16 in (dtype, x_dtype) else 1e-5
+    torch.testing.assert_close(model(x), expected, rtol=rounding, atol=0.0)  # dtypes, too
+
+
+class OutsideRMSNorm(LlamaRMSNorm):
+    """It adds eps to the root, which shows in small inputs alone."""
+
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon) * self.weight
+
+
+def test_a_norm_that_computes_something_else_stays():
+    assert models.fuse_norms(torch.nn.Sequential(OutsideRMSNorm(64, 1e-6))) == 0
 
 
 # What trained is gone before a model is read to play.
