@@ -382,7 +382,7 @@ def learn(
     # A minibatch is one update. Its loss is the mean over its action tokens.
     loss = partial(grpo_loss, clip_low=s.clip_low, clip_high=s.clip_high, kl=s.grpo_kl)
     updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
-                             action_count, log_probs, s.max_grad_norm, run.tokens_at_once))
+                             action_count, log_probs, s.max_grad_norm, run.fits))
     return log_line(run, row, trajectories, visits, updates, dropped["too long"])
 
 

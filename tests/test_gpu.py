@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ from dpo import Group, Pair, Trajectory
 from engine import models, trial
 from engine.chat import Encoder
 from engine.machine import accelerator_of
-from engine.passes import deal, fill_passes, log_probs_in_passes
+from engine.passes import deal, fill_passes, fits_in_round, log_probs_in_passes
 from engine.run import Run
 from engine.sampling import Draw
 from worlds import environment
@@ -107,10 +108,11 @@ def parts(device: str, folder: str, out: str) -> dict:
 
     a, b, c = texts
     groups = [Group(texts, [Pair("a>b", a, b, 1.0, 0.5), Pair("a>b", a, c)])]
-    dpo.add_references(model, groups, log_probs, 200)
+    fits = partial(dpo.fits_in_pass, tokens=200)
+    dpo.add_references(model, groups, log_probs, fits)
     found["reference"] = [t.reference for t in texts]
     lines = dpo.train(model, dpo.adamw(model), [groups] * 2, [1e-3] * 2, loss, dpo.pair_count,
-                      log_probs, tokens=200)
+                      log_probs, fits=fits)
     found["losses"] = [line["loss"] for line in lines]
     models.save(whole, model, encoder, out)
     found["after"] = log_probs(models.read_model(out, device=device), texts).tolist()
@@ -266,6 +268,29 @@ def test_ranks_hardly_idle():
             assert len(passes) <= 8 and max(costs) <= 8192
             time += 8 * max(costs)
     assert own / time > 0.78
+
+
+def batch_of(*lengths):
+    """Tasks with a trajectory each, of so many tokens."""
+    return [Group([Trajectory(task=str(n), ids=[0] * length)]) for n, length in enumerate(lengths)]
+
+
+def test_micro_batches_fill_one_pass_of_each_rank():
+    """By hand, with passes of 10 tokens: 8 and 5 + 5 are two passes, though three rows of 8 have 24
+    tokens. On one rank 8 and 5 are padded to 16."""
+    parts = [[len(groups) for groups in dpo.micro_batches(
+        batch_of(5, 8, 5), partial(fits_in_round, tokens=10, ranks=ranks))] for ranks in (1, 2, 3)]
+    assert parts == [[1, 2], [3], [3]]
+    rng = random.Random(5)
+    for _ in range(20):  # a rank never keeps more than a pass
+        batch = batch_of(*(int(rng.lognormvariate(math.log(1850), 0.5)) for _ in range(60)))
+        for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
+            lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
+            kept = [0] * 8
+            for passes in deal(lengths, 8192, 8):
+                for rank, places in enumerate(passes):
+                    kept[rank] += len(places) * max(lengths[place] for place in places)
+            assert max(kept) <= max(8192, *lengths)
 
 
 # Norms that are one kernel each.

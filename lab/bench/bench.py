@@ -119,10 +119,10 @@ def train(run: Run, quick: bool) -> None:
                      tokens=run.machine.tokens_per_forward)
     for share in 1 / 7, 1 / 2:
         groups = make_groups(tasks, length, actions, share)
-        dpo.add_references(make_model(), groups, padded, run.tokens_at_once)
+        dpo.add_references(make_model(), groups, padded, run.fits)
         for n, t in enumerate(dpo.trajectories_of(groups)):
             t.reference += n % 3  # so that margins are other than 0
-        steps = {"ours": our_step(run.load(run.base), groups, run.log_probs, run.tokens_at_once),
+        steps = {"ours": our_step(run.load(run.base), groups, run.log_probs, run.fits),
                  "padded": our_step(make_model(), groups, padded, run.machine.tokens_per_forward)}
         if importlib.util.find_spec("trl"):
             steps["TRL"] = trl_step(groups)
@@ -134,14 +134,14 @@ def train(run: Run, quick: bool) -> None:
                 {name: (step, amount) for name, step in steps.items()})
 
 
-def our_step(model, groups: list[Group], log_probs, tokens: int):
+def our_step(model, groups: list[Group], log_probs, fits):
     """What takes a step of our training, and gives the loss and the gradient's norm."""
     optimizer = dpo.adamw(model)
     loss = partial(dpo.preference_loss, beta=BETA, lambda_sft=0.0)
 
     def step():
         line, = dpo.train(model, optimizer, [groups], [1e-6], loss, dpo.pair_count, log_probs,
-                          tokens=tokens)
+                          fits=fits)
         return line["loss"], line["norm"]
 
     return step

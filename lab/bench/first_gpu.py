@@ -252,17 +252,18 @@ def train(accelerator, load: Callable, config, groups: list, kind: str, recomput
     log_probs = partial(log_probs_in_passes, accelerator, tokens=PASS)
     loss = partial(dpo.preference_loss, beta=0.1)
     size = dpo.pair_count
+    fits = partial(dpo.fits_in_pass, tokens=PASS)
     if kind == "sft":
         groups = [dpo.Group([t]) for t in dpo.trajectories_of(groups)]
         loss = dpo.sft_loss
         size = dpo.action_count
     else:
-        dpo.add_references(model, groups, log_probs, PASS)
+        dpo.add_references(model, groups, log_probs, fits)
     each = len(groups) // 3
     steps = [groups[n:n + each] for n in range(0, len(groups), each)]
     ends = []
     for line in dpo.train(model, dpo.adamw(model), steps, [1e-6] * 3, loss, size, log_probs,
-                          tokens=PASS):
+                          fits=fits):
         wait()
         ends.append(time.perf_counter())
     some = dpo.trajectories_of(groups[each:])

@@ -98,7 +98,7 @@ def train(accelerator, model, batches: list[list[Group]], rate: float) -> None:
     rates = dpo.learning_rates(len(batches), rate, warmup=0.05, cosine=True)
     log_probs = partial(log_probs_in_passes, accelerator, tokens=TOKENS)
     lines = dpo.train(model, dpo.adamw(model, 0.01), batches, rates, dpo.sft_loss, action_count,
-                      log_probs, tokens=TOKENS)
+                      log_probs, fits=partial(dpo.fits_in_pass, tokens=TOKENS))
     losses = []
     for line in tqdm(lines, total=len(batches), unit=" steps", mininterval=10, disable=None):
         losses.append(line["loss"])
