@@ -219,7 +219,7 @@ class Run:
 
     @property
     def shared_tokens(self) -> int:
-        """The tokens of a forward pass with prefix sharing, of which about a quarter is distinct."""
+        """Tokens of a forward pass with prefix sharing, of which about a quarter is distinct."""
         return 4 * self.machine.tokens_per_forward
 
     def fits(self, trajectories: list[Trajectory]) -> bool:
