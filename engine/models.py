@@ -7,8 +7,9 @@ import copy
 import gc
 import itertools
 import math
+import sys
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,9 @@ from torch.distributed.tensor import DTensor
 from common.settings import Refused
 from engine.chat import Encoder, first_line
 
+# Parameters of a model whose layers are compiled. At 1.7 B compiling takes 38 s, and passes are 1.27
+# times as fast then; at 0.6 B 1.07 times [measured on one H200].
+COMPILED = 1_000_000_000
 MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}  # name -> folder, or what makes it
 
 
@@ -238,6 +242,39 @@ def layers_of_their_own(model) -> list[torch.nn.Module]:
     return found
 
 
+def compiles(accelerator, model) -> bool:
+    """Returns True if a model trains with compiled layers: a large one in bf16 on a GPU. In fp32 it
+    also plays (`copy_that_plays`), and the KV cache's widths would compile its layers anew."""
+    return (accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
+            and model.num_parameters() >= COMPILED
+            and has_compiler(accelerator.device, accelerator.is_main_process))
+
+
+@cache
+def has_compiler(device, says: bool) -> bool:
+    """Returns True if torch.compile works here, which needs triton, a C compiler and the headers of
+    Python. says: print a line if it does not."""
+    try:
+        torch.compile(F.gelu)(torch.ones(8, device=device))
+    except Exception as error:
+        if says:
+            print(f"Layers are not compiled, which makes training slower: {first_line(error)}",
+                  file=sys.stderr)
+        return False
+    return True
+
+
+def compile_layers(model) -> None:
+    """Compiles the layers of a model for training. Layers of a kind share their graphs, also with
+    those of models that are loaded later. A layer that cannot be compiled runs as it is.
+    TORCH_COMPILE_DISABLE=1 switches this off."""
+    torch._dynamo.config.suppress_errors = True
+    # Graphs: kinds of layers, with and without gradients and a mask, for one row and for more.
+    torch._dynamo.config.recompile_limit = 64
+    for layer in layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def prepare(model, recompute: bool):
     """Makes a model ready to train: without dropout, with which the first DPO loss is not ln 2.
     recompute: layers run again in the backward pass, which saves memory (checkpointing)."""
@@ -259,7 +296,10 @@ def load(accelerator, folder, recompute: bool, shard: bool):
     """
     if shard:
         return load_in_parts(accelerator, folder, recompute)
-    return prepare(read_model(folder, device=accelerator.device), recompute)
+    model = read_model(folder, device=accelerator.device)
+    if compiles(accelerator, model):
+        compile_layers(model)
+    return prepare(model, recompute)
 
 
 def load_in_parts(accelerator, folder, recompute: bool):
@@ -277,6 +317,8 @@ def load_in_parts(accelerator, folder, recompute: bool):
     model.tie_weights()
     if accelerator.device.type == "cuda":
         fuse_norms(model)
+    if compiles(accelerator, model):
+        compile_layers(model)
     prepare(model, recompute)
 
     precision = MixedPrecisionPolicy()

@@ -343,6 +343,51 @@ def test_a_norm_that_computes_something_else_stays():
     assert models.fuse_norms(torch.nn.Sequential(OutsideRMSNorm(64, 1e-6))) == 0
 
 
+# Compiled layers.
+
+
+def test_models_that_are_loaded_later_share_the_graphs_of_compiled_layers(tmp_path, monkeypatch):
+    """Two kinds of passes, with and without gradients; no model after the first compiles any."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tiny_model("llama").save_pretrained(tmp_path)
+    groups = batch_of(20, 31, 12)
+    for t in dpo.trajectories_of(groups):
+        t.ids, t.action_mask = [*range(5, 5 + len(t.ids))], [1] * len(t.ids)
+    graphs = []
+    for recompute in False, False, True:
+        plain, compiled = models.read_model(tmp_path), models.read_model(tmp_path)
+        for model in plain, compiled:
+            models.fuse_norms(model)
+        models.compile_layers(compiled)
+        found = []
+        for model in plain, compiled:
+            models.prepare(model, recompute)
+            dpo.add_references(model, groups, dpo.token_log_probs)
+            line, = dpo.train(model, dpo.adamw(model), [groups], [1e-3], dpo.sft_loss,
+                              dpo.action_count)
+            found.append([line["loss"], line["norm"], groups[0].trajectories[0].reference])
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[1] == graphs[0]
+
+
+def test_without_a_compiler_layers_are_not_compiled(monkeypatch, capfd):
+    def fails(function):
+        raise RuntimeError("Cannot find a C compiler\nsecond line")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(models, "COMPILED", 0)
+    models.has_compiler.cache_clear()
+    one = SimpleNamespace(device=torch.device("cuda"), mixed_precision="bf16", is_main_process=True)
+    model = tiny_model("llama")
+    assert [models.compiles(one, model) for _ in range(2)] == [False, False]
+    assert capfd.readouterr().err.count("Layers are not compiled") == 1
+    monkeypatch.setattr(models, "has_compiler", lambda *_: True)
+    assert models.compiles(one, model)
+    monkeypatch.setattr(models, "COMPILED", 1_000_000_000)
+    assert not models.compiles(one, model)
+
+
 # What trained is gone before a model is read to play.
 
 
