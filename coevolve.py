@@ -324,7 +324,7 @@ def train_preferences(
         for t in dpo.trajectories_of(groups):
             t.reference = 0.0
     else:
-        dpo.add_references(model, groups, run.log_probs, run.tokens_at_once)
+        dpo.add_references(model, groups, run.log_probs, run.fits)
     if reference != agent:
         del model
         model = run.load(agent)

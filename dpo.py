@@ -328,16 +328,18 @@ def batches(
     return found
 
 
-def micro_batches(groups: list[Group], tokens: int) -> list[list[Group]]:
-    """A batch in parts of at most so many tokens with padding, whose activations are in memory
-    together; a group that has more is a part by itself, and needs that memory. The longest come
-    first, so that those of a part are of like length."""
+def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
+    """Returns True if trajectories have at most `tokens` tokens, padded to the longest one."""
+    return len(trajectories) * max(len(t.ids) for t in trajectories) <= tokens
+
+
+def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
+    """Splits a batch into micro-batches (gradient accumulation), whose activations are in memory
+    together. Their trajectories satisfy `fits`. A group that does not is a micro-batch by itself,
+    and needs that memory. The longest groups come first, so that lengths are similar."""
     parts = []
     for group in sorted(groups, key=longest, reverse=True):
-        rows = len(group.trajectories)
-        if parts:
-            rows += len(trajectories_of(parts[-1]))
-        if not parts or rows * longest(parts[-1][0]) > tokens:
+        if not parts or not fits(trajectories_of([*parts[-1], group])):
             parts.append([])
         parts[-1].append(group)
     return parts
@@ -395,7 +397,7 @@ def train(
     size: Callable,
     log_probs: Callable = token_log_probs,
     max_grad_norm: float = 1.0,
-    tokens: int = 4096,
+    fits: Callable = fits_in_pass,
 ) -> Iterator[dict]:
     """Trains a model in place, one batch a step. It takes a step when it is asked for the next line
     of the log: `for line in dpo.train(...)`.
@@ -410,7 +412,7 @@ def train(
             would weigh pairs unequally.
         log_probs: log_probs(model, trajectories) -> (A,).
         max_grad_norm: What gradients are clipped to.
-        tokens: Whose activations are in memory at once, on all ranks together.
+        fits: fits(trajectories) -> whether their activations fit in memory together.
 
     Yields:
         {step, loss and its terms, lr, norm, kinds}; kinds: kind of pair -> {count, and means over
@@ -430,7 +432,7 @@ def train(
         total = Counter()  # loss and its terms
         sums = defaultdict(Counter)
         divisor = size(batch)
-        for groups in micro_batches(batch, tokens):
+        for groups in micro_batches(batch, fits):
             policy = log_probs(model, trajectories_of(groups))                    # (A,)
             terms, statistics = loss(policy, groups)
             (terms["loss"] / divisor).backward()
@@ -509,7 +511,12 @@ def means(sums: dict[str, Counter]) -> dict:
 
 
 @torch.no_grad()
-def add_references(model, groups: list[Group], log_probs: Callable, tokens: int) -> None:
+def add_references(
+    model,
+    groups: list[Group],
+    log_probs: Callable,
+    fits: Callable = fits_in_pass,
+) -> None:
     """Notes log pi_ref(e|u) of each trajectory of the groups; pi_ref is the model as it is now. In
     bf16 the policy differs from it by rounding before the first step, too.
 
@@ -517,9 +524,9 @@ def add_references(model, groups: list[Group], log_probs: Callable, tokens: int)
         model: pi_ref.
         groups: Whose trajectories get it.
         log_probs: log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
-        tokens: Of trajectories that are run together, on all ranks.
+        fits: fits(trajectories) -> whether they fit in memory together.
     """
-    for some in micro_batches(groups, tokens):
+    for some in micro_batches(groups, fits):
         trajectories = trajectories_of(some)
         per_token = log_probs(model, trajectories)                                # (A,)
         values = action_log_probs(per_token, trajectories).tolist()               # (T,)

@@ -468,7 +468,7 @@ def train_step(
     # 3. Run one update for each minibatch. The loss is the mean over the minibatch's action tokens.
     loss = partial(grpo_loss, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl=s.grpo_kl)
     updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
-                             action_count, log_probs, s.max_grad_norm, run.tokens_at_once))
+                             action_count, log_probs, s.max_grad_norm, run.fits))
     return log_line(run, row, trajectories, groups, updates, dropped["too long"])
 
 

@@ -75,8 +75,10 @@ def one_line(error: Exception) -> str | None:
     """What is said of an error that is the user's or the machine's; None: it is a bug."""
     text = words.visible(without_passwords(" ".join(str(error).split())))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
-        return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
-                "on; or lower --max-tokens, with another --out")
+        # A task's trajectories stay in one micro-batch, so fewer --tokens-per-forward may not help.
+        return ("out of memory; add --gradient-checkpointing on, or lower --tokens-per-forward or "
+                "--slots, and rerun the same command to resume; or lower --max-tokens, with another "
+                "--out")
     if isinstance(error, RuntimeError) and any(said in text for said in PEER_GONE):
         return f"process {rank()} ends because another one has; its message says why"
     if not isinstance(error, EXPECTED):

@@ -33,7 +33,7 @@ from engine import fork, machine, models, playing, shared, trial
 from engine.code import code_differences, code_now
 from engine.experts import check_not_trained_on
 from engine.machine import Machine
-from engine.passes import log_probs_in_passes
+from engine.passes import fits_in_round, log_probs_in_passes
 from engine.records import check_ids, named, write
 from engine.sampling import Draw
 from engine.tracking import Tracking
@@ -269,16 +269,20 @@ class Run:
         """log pi of all action tokens of some trajectories, (A,), in nats; scores: what pi is, as
         in `dpo.token_log_probs`."""
         if self.shares:
-            return shared.log_probs(model, trajectories, self.tokens_at_once, scores)
+            return shared.log_probs(model, trajectories, self.shared_tokens, scores)
         tokens = self.machine.tokens_per_forward if "padded" in self.ways["passes"] else 0
         return log_probs_in_passes(self.machine.accelerator, model, trajectories, tokens, scores)
 
     @property
-    def tokens_at_once(self) -> int:
-        """Tokens whose activations are in memory together, on all ranks."""
+    def shared_tokens(self) -> int:
+        """Tokens of a forward pass with prefix sharing, of which about a quarter is distinct."""
+        return 4 * self.machine.tokens_per_forward
+
+    def fits(self, trajectories: list[Trajectory]) -> bool:
+        """Returns True if the activations of trajectories fit in the memory of all ranks."""
         if self.shares:
-            return 4 * self.machine.tokens_per_forward  # of which about a quarter is distinct
-        return self.machine.tokens_per_forward * self.machine.ranks
+            return dpo.fits_in_pass(trajectories, self.shared_tokens)
+        return fits_in_round(trajectories, self.machine.tokens_per_forward, self.machine.ranks)
 
     def fit(
         self,
@@ -301,7 +305,7 @@ class Run:
         with self.bar(len(steps)) as progress:
             for line in dpo.train(model, optimizer, steps, rates, loss, size,
                                   log_probs or self.log_probs, s.max_grad_norm,
-                                  self.tokens_at_once):
+                                  self.fits):
                 lines.append(line)
                 self.tracking.log("train", self.name, line)
                 progress.update()

@@ -116,7 +116,7 @@ def loss_of(model, groups, **changed):
 
 def test_identical_policy_and_reference_give_ln2(model):
     groups = [group("a"), group("a", 1), group("a", 2)]
-    dpo.add_references(model, groups, dpo.token_log_probs, 60)
+    dpo.add_references(model, groups, dpo.token_log_probs, partial(dpo.fits_in_pass, tokens=60))
     for t in dpo.trajectories_of(groups):  # each its own, though their tasks have one name
         assert t.reference == pytest.approx(log_p(model, t).item(), abs=1e-9)
 
@@ -174,7 +174,8 @@ def trained(steps, tokens=10_000, model=None):
     """(weights, log) after these steps on pairs; model: one that is trained in place."""
     model = model or make_model(VOCABULARY, seed=3)
     log = list(dpo.train(model.eval(), dpo.adamw(model), steps, [1e-3] * len(steps),
-                         partial(dpo.preference_loss, beta=0.1), dpo.pair_count, tokens=tokens))
+                         partial(dpo.preference_loss, beta=0.1), dpo.pair_count,
+                         fits=partial(dpo.fits_in_pass, tokens=tokens)))
     return weights(model), log
 
 
@@ -293,6 +294,6 @@ def test_a_batch_is_cut_in_parts_of_so_many_tokens_and_divided_by_pairs_or_weigh
     assert dpo.action_count(groups) == sum(sum(t.action_mask[1:])
                                            for t in dpo.trajectories_of(groups))
     for tokens, most in [(1, 1), (67, 1), (100, 2), (1000, 4)]:
-        parts = dpo.micro_batches(groups, tokens)
+        parts = dpo.micro_batches(groups, partial(dpo.fits_in_pass, tokens=tokens))
         assert max(map(len, parts)) == most
         assert sorted(g.trajectories[0].task for part in parts for g in part) == [*"0123"]
