@@ -195,7 +195,7 @@ ENDS = {  # code that ends its process, or does not end -> what is said
     "send(error='\\ud800' * 9999)": r"\?{500}",
 }
 if os.uname().machine == "x86_64":  # calls by x32's numbers kill all threads, whichever makes them
-    X32 = "import ctypes, threading; bad = lambda: ctypes.CDLL(None).syscall(0x40000027)\n"
+    X32 = "import ctypes, threading; bad = lambda call=ctypes.CDLL(None).syscall: call(0x40000027)\n"
     ENDS |= {f"{X32}bad()": "process has ended",
              f"{X32}threading.Thread(target=bad).start()\nwhile True: pass": "process has ended",
              f"{X32}threading.Thread(target=threading.Event().wait).start()\nbad()": "process has ended"}
