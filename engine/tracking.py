@@ -1,6 +1,7 @@
 """A run's log: metrics.jsonl, and a tracker that gets its numbers, too. `Run` writes it."""
 
 import json
+import sys
 from pathlib import Path
 
 from accelerate.tracking import filter_trackers
@@ -37,7 +38,8 @@ class Tracking:
         except ValueError as error:
             raise Refused(f"--track {name}: {error}") from None
         if not found:
-            raise Refused(f"--track {name}: it is not installed; pip install {name}")
+            raise Refused(f"--track {name}: it is not installed; {sys.executable} -m pip install "
+                          f"{name}")
         self.accelerator.log_with = found
         self.accelerator.project_configuration.set_directories(str(folder))
         folder.mkdir(exist_ok=True)
