@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common.files import read_json, remove
 from common.settings import Refused
+from engine.words import counted
 
 
 def take(run, branch: str, now: dict) -> dict:
@@ -40,8 +41,8 @@ def take(run, branch: str, now: dict) -> dict:
             raise Refused(f"--branch {branch}: {source / done} is not there any more")
         copy(source / done, run.folder / done)
         taken[done] = row
-    run.say(f"{len(taken)} outputs are taken from {source}, up to {output}; other settings: "
-            f"{', '.join(others) or 'none'}")
+    run.say(f"{counted(len(taken), 'outputs')} taken from {source}, up to {output}; "
+            f"other settings: {', '.join(others) or 'none'}")
     record = dict(run=str(source), output=output, seed=before["seed"], settings=others)
     return dict(branch=record, taken=taken)
 

@@ -248,8 +248,8 @@ def examples(run: Run) -> list[dict]:
         if len(found) == count:
             break
     if len(found) < count:
-        raise Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
-                           "are not evaluated; give fewer")
+        raise Refused(f"--examples {count}: successful experts on tasks that are not "
+                      f"evaluated: {len(found)}; give fewer")
     turns = found[0]
     for opening, *rest in found[1:]:
         turns = [*turns, without_rules(opening, env), *rest]
