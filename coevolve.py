@@ -308,10 +308,12 @@ def train_preferences(
         The number of steps, and the losses of the first and the last.
     """
     s = run.settings
+    dropped = Counter()
     groups = preference_groups(read_pairs(pairs, [experts, *others]), read(experts), s,
-                               run.encoder)
+                               run.encoder, dropped)
+    counts = dict(dropped=dropped) if dropped else {}
     if not groups:
-        return run.keep(agent, out)
+        return run.keep(agent, out) | counts
 
     # log pi_ref(e|u) of all trajectories. One model is in memory at a time.
     model = run.load(reference)
@@ -336,7 +338,7 @@ def train_preferences(
     size = dpo.pair_count if s.denominator == "pairs" else dpo.pair_weight
     steps = preference_steps(groups, name, role, i, s)
     rates = dpo.learning_rates(len(steps), lr, s.dpo_warmup)
-    return run.fit(model, out, steps, rates, loss, size)
+    return run.fit(model, out, steps, rates, loss, size) | counts
 
 
 def preference_groups(
@@ -344,6 +346,7 @@ def preference_groups(
     experts: list[Trajectory],
     s: Settings,
     encoder,
+    dropped: Counter,
 ) -> list[Group]:
     """Puts the pairs of a task, and the trajectories that they compare, into a group.
 
@@ -352,6 +355,7 @@ def preference_groups(
         experts: The experts, whose lengths say how long a rejected trajectory may be.
         s: The settings, which say what is left out of rejected trajectories.
         encoder: Of the trajectories.
+        dropped: Gets the number of pairs whose sides are equal once the rejected one is truncated.
 
     Returns:
         A group for each task that has pairs. A trajectory is in it once, in however many pairs it
@@ -366,6 +370,9 @@ def preference_groups(
         # expert was done, its first replies stand for the whole.
         if s.cut_turns >= 0:
             rejected = encoder.cut(rejected, replies[task] + s.cut_turns)
+        if same_text(pair.chosen, rejected):
+            dropped["equal once truncated"] += 1
+            continue
         if s.rejected_ends == "leave out":
             rejected = encoder.without_ends(rejected)
 

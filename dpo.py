@@ -255,6 +255,7 @@ def preference_loss(
     if log_prob == "mean":
         pi_scored = pi / counts
         ref_scored = ref / counts
+    rewards = beta * (pi_scored - ref_scored)                                     # (T,)
     preference, margin = dpo_loss(pi_scored[chosen], pi_scored[rejected],
                                   ref_scored[chosen], ref_scored[rejected], beta)  # (P,) each
 
@@ -263,7 +264,8 @@ def preference_loss(
     weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
     loss = lambda_dpo * weight * preference + lambda_sft * sft_weight * imitation  # (P,)
-    return loss.sum(), pair_statistics(pairs, pi[chosen], pi[rejected], margin)
+    return loss.sum(), pair_statistics(pairs, pi[chosen], pi[rejected], rewards[chosen],
+                                       rewards[rejected], margin)
 
 
 def pair_count(groups: list[Group]) -> int:
@@ -284,14 +286,21 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
     return [t.reference for t in trajectories]
 
 
-def pair_statistics(pairs: list[Pair], chosen: Tensor, rejected: Tensor, margin: Tensor) -> dict:
-    """Sums over the pairs of each kind: log pi(e|u) of both sides, margin, and pairs in order."""
+def pair_statistics(pairs: list[Pair], *sides: Tensor) -> dict:
+    """Returns sums over the pairs of each kind. `accuracy` counts the pairs with a margin above 0.
+
+    Args:
+        pairs: P pairs, whose `seen` gets log pi(e|u) of both sides and the margin.
+        sides: log pi(e|u) of the chosen and of the rejected side; the implicit rewards of both,
+            beta log pi/pi_ref; and their margin. (P,) each.
+    """
     sums = defaultdict(Counter)
-    rows = torch.stack([chosen, rejected, margin], 1).tolist()                    # (P, 3)
-    for pair, (w, l, m) in zip(pairs, rows):
+    rows = torch.stack(sides, 1).tolist()                                         # (P, 5)
+    for pair, (w, l, reward_w, reward_l, m) in zip(pairs, rows):
         pair.seen.append((w, l, m))
         # A Counter's update adds.
-        sums[pair.kind].update(chosen=w, rejected=l, margin=m, count=1, accuracy=m > 0)
+        sums[pair.kind].update(chosen=w, rejected=l, reward_chosen=reward_w,
+                               reward_rejected=reward_l, margin=m, count=1, accuracy=m > 0)
     return sums
 
 

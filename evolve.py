@@ -57,6 +57,18 @@ from engine.run import Run
 from environments.expert_files import read_experts, tasks_of
 from envs import Environment
 
+# Numbers that the notes and the summary leave open. The source of each is in brackets, as below
+# at the settings.
+MINIBATCH = 8  # tasks of one update; a task without any advantage counts, too [AgentEvolver; ours]
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # the ratio to the sampling policy is clipped to 1 - and 1 + this
+#                                  [AgentEvolver]
+EXPLORER_TEMPERATURE = 1.1  # [ours; AgentEvolver: 1]
+EXPLORER_EPISODES = 6  # of the explorer for each pick [ours]
+WINDOW = 5  # W, the number of earlier visits of a task that forgetting looks back on [ours]
+RARE_BELOW = 2.0  # theta: a pattern is rare in less than this percentage of a segment's episodes
+#                   [ours]
+MOST_NEW_TASKS = 20  # of one evolution, at most [ours]
+
 # ------------------------------------------------------------------------------------ the loop
 # Phases read and write files, as in coevolve.py: phase(run, out, *files, **values) writes `out`
 # and returns numbers that are recorded. `task_set` is the file of D, and `signals` that of the
@@ -371,7 +383,7 @@ def learn(
     # What filled the context is left out [ours]: fewer than K episodes are compared then.
     dropped = Counter()
     played = [visit_of(episodes) for episodes in by_task(usable(trajectories, dropped)).values()]
-    batches = teaching_batches(played, s.grpo_batch, rng_of(run, "grpo", row["step"]))
+    batches = teaching_batches(played, MINIBATCH, rng_of(run, "grpo", row["step"]))
     visits = list(itertools.chain(*batches))  # those that teach
 
     # pi is what the sampler draws from: the softmax at its temperature, without some tokens.
@@ -380,7 +392,7 @@ def learn(
         note_log_probs(visits, "ref", pi_ref, log_probs)
         note_log_probs(visits, "old", model, log_probs)
     # A minibatch is one update. Its loss is the mean over its action tokens.
-    loss = partial(grpo_loss, clip_low=s.clip_low, clip_high=s.clip_high, kl=s.grpo_kl)
+    loss = partial(grpo_loss, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl=s.grpo_kl)
     updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
                              action_count, log_probs, s.max_grad_norm, run.tokens_at_once))
     return log_line(run, row, trajectories, visits, updates, dropped["too long"])
@@ -470,7 +482,7 @@ def sampler_gap(visits: list[Visit], s: Grpo) -> dict:
     differences = [visit.old - visit.drawn for visit in visits]
     difference = torch.cat(differences).double()                                  # (A,)
     ratio = difference.exp()
-    beyond = ratio != ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+    beyond = ratio != ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return dict(
         mean=difference.mean().item(),
         rms=difference.square().mean().sqrt().item(),
@@ -587,7 +599,7 @@ def rare(history: History, s: Evolution) -> Iterator[dict]:
     N episodes hold p; c_p is at least --rare-min. The evidence is of those, failures first."""
     counts = Counter(itertools.chain(*history.patterns))
     for pattern, count in counts.items():
-        if count >= s.rare_min and 100 * count < s.rare_below * len(history.episodes):
+        if count >= s.rare_min and 100 * count < RARE_BELOW * len(history.episodes):
             holding = []
             for t, patterns in zip(history.episodes, history.patterns):
                 if pattern in patterns:
@@ -608,7 +620,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     s = run.settings
     d = rows_of(task_set)
     generator = env_with(run, d).task_generator()
-    history = look_back(map(read, played), s.window)
+    history = look_back(map(read, played), WINDOW)
     for t in history.episodes:
         history.patterns.append(generator.patterns(t.task, replies(t)))
 
@@ -704,14 +716,14 @@ def first_tasks(run: Run, out: Path, i: int) -> dict:
 
 
 def begin_exploring(run: Run, signals: Files, each: int, i: int) -> list[Explored]:
-    """Begins the episodes of an explorer: --explorer-episodes for each pick; where there are no
+    """Begins the episodes of an explorer: EXPLORER_EPISODES for each pick; where there are no
     signals so many as `each` says for each task of D_0."""
     s = run.settings
     begun = []
     if signals:
         for row in picks_of(signals):
             task = row["task"]
-            for rollout in range(s.explorer_episodes):
+            for rollout in range(EXPLORER_EPISODES):
                 begun.append(Explored(task, "explorer", i, rollout, signal=row["signal"]))
     else:
         known = training_tasks(run)
@@ -729,7 +741,7 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
     for t in begun:
         t.seed = seed_of(s.seed, "explore", i, t.task, t.rollout)
     make_env = partial(env_with, run, rows_of(task_set))
-    explored = run.play(agent, begun, s.explorer_temperature, make_env)
+    explored = run.play(agent, begun, EXPLORER_TEMPERATURE, make_env)
     write(run, out, explored)
     if not explored:
         return dict(episodes=0)
@@ -771,7 +783,7 @@ def judge(run: Run, out: Path, finds: Path, task_set: Files, i: int) -> dict:
     generator = env.task_generator()
     keys = {generator.key(env.find(row["task"])) for row in d}
     texts = [words(row["text"]) for row in d if "text" in row]
-    room = s.add_most if i > 0 else s.start_tasks
+    room = MOST_NEW_TASKS if i > 0 else s.start_tasks
 
     judged = []
     for row in read_jsonl(finds):
@@ -893,18 +905,12 @@ class Grpo:
     step_tasks: types.Count = 32
     # Episodes K of a task in a step [notes; AgentEvolver]
     step_rollouts: Several = 8
-    # Tasks in a minibatch, which is one update; those that teach nothing count [AgentEvolver; ours]
-    grpo_batch: types.Count = 8
     # The learning rate, which is constant [notes; AgentEvolver]
     grpo_lr: types.Rate = 1e-6
     # The temperature of training episodes [notes; AgentEvolver]
     grpo_temperature: Hot = 0.9
     # Beta, the weight of the KL divergence from the first policy [notes; AgentEvolver]
     grpo_kl: types.Weight = 1e-3
-    # The ratio of the policy to the one that sampled is clipped to 1 minus this [AgentEvolver]
-    clip_low: types.Share = 0.2
-    # The ratio of the policy to the one that sampled is clipped to 1 plus this [AgentEvolver]
-    clip_high: types.Weight = 0.28
 
 
 @dataclass(frozen=True)
@@ -914,8 +920,6 @@ class NewTasks(Grpo):
     start_from: Literal["explore", "train"] = "explore"
     # Tasks of D_0, at most [notes]
     start_tasks: types.Count = 100
-    # The temperature of exploring episodes [ours; AgentEvolver: 1]
-    explorer_temperature: Hot = 1.1
     # A text that shares this much of its words with a known one is refused [AgentEvolver]
     near_text: UpToOne = 0.8
     # Whether new tasks join only if their solution is proved by playing it [summary]
@@ -927,10 +931,6 @@ class Evolution(NewTasks, types.Stated):
     """What leads exploration, and how D changes"""
     # The kinds of signals that lead exploration, with commas between them [summary]
     signals: Signals = ",".join(SIGNALS)
-    # Visits W that forgetting looks back on [ours]
-    window: types.Count = 5
-    # A pattern is rare in less than so many percent of a segment's episodes, theta [ours]
-    rare_below: types.Rate = 2.0
     # A rare pattern is a signal in so many episodes at least [summary; notes: 2]
     rare_min: types.Count = 1
     # Picks of each kind of signal, at most [ours]
@@ -938,10 +938,6 @@ class Evolution(NewTasks, types.Stated):
     # What the explorer goes back to: picked signals, or as many random tasks [summary; random:
     # notes]
     guide: Literal["signals", "random"] = "signals"
-    # Episodes of the explorer for a pick [ours]
-    explorer_episodes: types.Count = 6
-    # Tasks that join in one evolution, at most [ours]
-    add_most: types.Whole = 20
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         never = s.method == "evolve" and s.grpo_steps <= s.evolve_every

@@ -1,6 +1,5 @@
 """The files of a run: JSON lines, locks, and what tells one file from another."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -8,6 +7,8 @@ import shutil
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from common.settings import Refused
 
@@ -76,17 +77,25 @@ def remove(path: Path) -> None:
 
 
 def lock(folder: Path):
-    """Keeps other processes out of a run's folder for as long as what it returns is open; Refused
-    where one is in it. On a disk that has no locks nobody is kept out."""
-    file = open(folder / "lock", "w")
+    """Locks a run's folder against other processes, and returns the lock. Raises Refused if another
+    process has it. A disk without locks keeps nobody out."""
+    lock = FileLock(folder / "lock")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        lock.acquire(blocking=False)
+    except Timeout:
         raise Refused(f"--out {folder}: another process is running in this folder; wait for it or "
                       "give another") from None
-    except OSError:
+    except (OSError, NotImplementedError):
         pass
-    return file
+    return lock
+
+
+def run_of(agent: Path) -> Path | None:
+    """Returns the folder of the run that made an agent, or None if its folder is in no run."""
+    for folder in agent.resolve().parents[:2]:
+        if (folder / "phases.json").exists():
+            return folder
+    return None
 
 
 # -------------------------------------------------------------------- what tells one from another
@@ -107,11 +116,11 @@ def known_by(given, agents: dict[Path, str]):
 
     Args:
         given: A path, or a list or dictionary of inputs.
-        agents: The run's agents, and how each was made.
+        agents: The run's agents, and how each was made; a base on the hub, and its commit.
 
     Returns:
-        Of a file its bytes, hashed; of an agent of the run how it was made; of another folder the
-        bytes of its files; of what is not there, as on the hub, its name; of several a list.
+        Of a file its bytes, hashed; of an agent of the run how it was made; of a base on the hub
+        its commit; of another folder the bytes of its files; of several a list.
     """
     if isinstance(given, dict):
         given = list(given.values())

@@ -35,6 +35,9 @@ class Encoder:
         self.known = {i for i in tokens if i < self.rows}
         self.template = Template(tokenizer)
         self.control_tokens = self.template.control_tokens
+        # Some tokenizers look for their tokens in the normalised text, by the normalised token.
+        normalised = map(self.template.normalised, self.control_tokens)
+        self.forgeries = sorted({*self.control_tokens, *normalised} - {""})
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end)
         messages = conversation_that_templates_change()
         for turns in range(len(messages)):
@@ -65,14 +68,10 @@ class Encoder:
         if text != text.encode(errors="replace").decode():
             raise Refused(f"a turn says {text!r:.60}, with half a character (a surrogate without "
                            "the other); mend who says it")
+        text = broken(text, self.control_tokens)
         normal = self.template.normalised(text)
-        if any(token in normal and token not in text for token in self.control_tokens):
-            text = normal  # in which the tokenizer would find it
-        for token in self.control_tokens:
-            if len(token) == 1:
-                text = text.replace(token, f"U+{ord(token):04X}")
-            else:
-                text = text.replace(token, f"{token[0]} {token[1:]}")
+        if any(token in normal for token in self.forgeries):  # variants of tokens
+            text = broken(normal, self.forgeries)
         return text if is_reply and self.template.keeps_blanks else text.strip()
 
     def all_plain(self, messages: list[dict]) -> list[dict]:
@@ -228,6 +227,16 @@ class Encoder:
         return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
+def broken(text: str, tokens: list[str]) -> str:
+    """Returns a text in which each of these tokens is broken up, so that it is text alone."""
+    for token in tokens:
+        if len(token) == 1:
+            text = text.replace(token, f"U+{ord(token):04X}")
+        else:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
 def conversation_that_templates_change() -> list[dict]:
     """Twelve turns, which some templates number. They say what some leave out (a thought), escape
     (quotes, brackets), squeeze (blanks and empty lines) or shorten (long texts)."""
@@ -352,7 +361,7 @@ class Template:
             self.refuse(f"its chat template fails: {first_line(error)}; use another model")
 
     def refuse(self, why: str):
-        raise Refused(f"the tokenizer of {self.tokenizer.name_or_path}: {why}")
+        raise Refused(f"--model {self.tokenizer.name_or_path}: its tokenizer cannot be used: {why}")
 
 
 def first_line(error: Exception) -> str:

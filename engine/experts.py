@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from common.files import read_jsonl
+from common.files import read_jsonl, run_of
 from common.settings import Refused
 from dpo import Trajectory, better
 from engine.records import write
@@ -59,10 +59,10 @@ def check_not_trained_on(run) -> None:
     """Refused where a model that the run begins from was trained on an evaluated task, as far as
     the run that it lies in says so."""
     evaluated = evaluated_tasks(run.env, run.splits)
-    for model in run.given_models():
+    for flag, model in run.given_models().items():
         both = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)} & evaluated
         if both:
-            raise Refused(f"{model}: {len(both)} of {len(evaluated)} evaluated tasks are "
+            raise Refused(f"{flag} {model}: {len(both)} of {len(evaluated)} evaluated tasks are "
                           "also trained on; give other --eval-splits")
 
 
@@ -70,10 +70,10 @@ def trained_on(model: Path, env: str) -> set[str]:
     """The tasks of an environment on which the run was trained that a model lies in; none, if it
     lies in none."""
     tasks = set()
-    for folder in model.resolve().parents[:2]:
-        if (folder / "phases.json").exists():
-            for file in [*folder.glob("experts.jsonl"), *folder.glob("iter*/tasks.jsonl")]:
-                tasks |= {row["task"] for row in read_jsonl(file)}
+    run = run_of(model)
+    if run:
+        for file in [*run.glob("experts.jsonl"), *run.glob("iter*/tasks.jsonl")]:
+            tasks |= {row["task"] for row in read_jsonl(file)}
     return {task for task in tasks if task.startswith(f"{env}-") and "-added-" not in task}
 
 

@@ -32,9 +32,6 @@ class MachineSettings:
     tokens_per_forward: Free[Whole] = 0
     # Whether passes and episodes are in bf16; auto is on a GPU, except for tiny [ours]
     bf16: AUTO = "auto"
-    # Whether a model that trains is split over the ranks (FSDP2); auto is if there are several
-    # [ours]
-    shard: Free[AUTO] = "auto"
     # Whether the backward pass computes layers again, which saves memory and takes a quarter more
     # time; auto is on a GPU where memory asks for it [ours]
     gradient_checkpointing: Free[AUTO] = "auto"
@@ -59,7 +56,7 @@ class Machine:
         self.main = self.accelerator.is_main_process
         self.rank = self.accelerator.process_index
         self.ranks = self.accelerator.num_processes
-        self.shard = self.ranks > 1 and is_on(s.shard, auto=True)
+        self.shard = self.ranks > 1  # a model in training, by FSDP2 [ours]
         self.recompute = s.gradient_checkpointing == "on"
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:

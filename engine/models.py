@@ -6,9 +6,13 @@
 import gc
 import itertools
 import math
+import os
+import re
 from collections import Counter
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import transformers
@@ -18,11 +22,18 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
+from common.files import read_json, write_json
 from common.settings import Refused
 from engine.chat import Encoder, first_line
 
 MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}  # name -> folder, or what makes it
+# Weights on which no log-probability of text depends: of heads for multi-token prediction, of value
+# heads, and of the parts of a multimodal model that encode pictures and sound.
+BESIDE = re.compile(r"(^|\.)(mtp|v_head|value_head|vision|visual|vq|image|audio|multi_modal)")
 
 
 def folder_of(model: str) -> Path:
@@ -32,7 +43,9 @@ def folder_of(model: str) -> Path:
 
 
 def read(kind, folder, **options):
-    """What kind.from_pretrained makes of a folder or hub name; Refused where it makes nothing."""
+    """What kind.from_pretrained makes of a folder or hub name; Refused where it makes nothing. Code
+    in the folder is never run. All reads of a process are of the same commit on the hub."""
+    options |= dict(trust_remote_code=False, revision=commit_of(str(folder)) or "main")
     try:
         return kind.from_pretrained(str(folder), **options)
     except Exception as error:  # of safetensors, too, and of tokenizers
@@ -40,14 +53,46 @@ def read(kind, folder, **options):
                        "folder with config, weights and tokenizer of a causal LM") from None
 
 
+@contextmanager
+def named(flag: str):
+    """Puts another flag than --model in front of what is refused of a model."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(str(error).replace("--model", flag, 1)) from None
+
+
+@cache
+def say_once(text: str) -> None:
+    """Prints a line the first time that it is called with it; of several ranks the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(text)
+
+
+def file_of(folder, name: str) -> str | None:
+    """Returns the path of a file of a model, or None if the folder or the hub has none."""
+    return cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False)
+
+
+@cache
+def commit_of(name: str) -> str | None:
+    """Returns the commit of a model on the hub when it was first read, and None for a folder."""
+    if Path(name).is_dir():
+        return None
+    try:
+        return extract_commit_hash(file_of(name, "config.json"), None)
+    except (OSError, ValueError):  # it is not on the hub either, as `read` says
+        return None
+
+
 def read_tokenizer(folder):
     """The tokenizer in a folder, as its tokenizer.json says; transformers would make it anew by its
     class's name. Control tokens are found in a text, whatever the folder says."""
-    file = transformers.utils.cached_file(
-        str(folder), "tokenizer.json", _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False)
-    kind = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
-    tokenizer = read(kind, folder)
+    if not file_of(folder, "tokenizer.json"):
+        raise Refused(f"--model {folder}: tokenizer.json is missing; copy it from the base, or "
+                      "write it by AutoTokenizer.from_pretrained(...).save_pretrained(...)")
+    tokenizer = read(transformers.PreTrainedTokenizerFast, folder)
     tokenizer.split_special_tokens = False
     tokenizer.init_kwargs.pop("split_special_tokens", None)
     return tokenizer
@@ -55,17 +100,36 @@ def read_tokenizer(folder):
 
 def read_encoder(folder) -> Encoder:
     """What writes the ids of the model in a folder."""
-    return Encoder(read_tokenizer(folder), read_config(folder).get_text_config().vocab_size)
+    rows = read_config(folder).get_text_config().vocab_size
+    return Encoder(read_tokenizer(folder), rows)
 
 
 def is_causal_lm(config) -> bool:
     return type(config) in transformers.AutoModelForCausalLM._model_mapping
 
 
+def read_whole_config(folder):
+    """Returns the config in a folder, in which a forward pass returns the logits alone."""
+    config = read(transformers.AutoConfig, folder)
+    reset_outputs(config)
+    return config
+
+
+def reset_outputs(config) -> None:
+    """Resets what a config and the configs in it add to the outputs of a forward pass. A model with
+    output_attentions, for example, cannot be saved."""
+    config.return_dict = True
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            reset_outputs(value)
+        elif name.lstrip("_").startswith("output_") and value is True:
+            setattr(config, name, False)
+
+
 def read_config(folder):
     """The config in a folder; of a model that also reads pictures that of the causal LM in it."""
     check_folder(Path(folder))
-    config = read(transformers.AutoConfig, folder)
+    config = read_whole_config(folder)
     text = config.get_text_config(decoder=True)  # of BART, say, a copy that names sizes otherwise
     if type(text) is not type(config) and is_causal_lm(text):
         text.tie_word_embeddings |= config.tie_word_embeddings
@@ -99,15 +163,26 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
     """Reads the causal LM in a folder.
 
     Raises:
-        Refused: There is none, or it lacks weights, which transformers would draw at random.
+        Refused: There is none, or it lacks weights, which transformers would draw at random, or it
+            has weights that the model does not use, which transformers would drop.
     """
     collect()
     model, found = read(transformers.AutoModelForCausalLM, folder, dtype=dtype,
-                        device_map={"": device}, output_loading_info=True)
+                        config=read_whole_config(folder), device_map={"": device},
+                        output_loading_info=True)
     missing = {*found["missing_keys"], *found["mismatched_keys"]}
     if missing:
         raise Refused(f"--model {folder}: {len(missing)} weights are missing, such as "
                        f"{min(map(str, missing))}; give a whole checkpoint")
+    beside = {name for name in found["unexpected_keys"] if BESIDE.search(name)}
+    unread = found["unexpected_keys"] - beside
+    if unread:
+        raise Refused(f"--model {folder}: {len(unread)} weights are not used by the model that its "
+                      f"config.json describes, such as {min(unread)}; give the config.json that "
+                      "belongs to the weights, or a checkpoint without them")
+    if beside:
+        say_once(f"--model {folder}: {len(beside)} weights are not used, such as {min(beside)}; no "
+                 "log-probability of text depends on them")
 
     # Of a model that reads pictures too, such as Gemma 3, the part that reads text is taken.
     config = read_config(folder)
@@ -251,10 +326,26 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
     read it: one that generates with it stops at the end of a turn. Every rank has to call it."""
     options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = states.get_model_state_dict(model, options=options)
-    if not accelerator.is_main_process:
-        return
-    for name in model.all_tied_weights_keys or {}:  # which would stand in the file twice
-        weights.pop(name, None)
+    if accelerator.is_main_process:
+        for name in model.all_tied_weights_keys or {}:  # which would stand in the file twice
+            weights.pop(name, None)
+        write(model, encoder, folder, weights)
+
+
+def check_can_be_saved(model, encoder: Encoder) -> None:
+    """Raises Refused if transformers would refuse to save the model once it has been trained."""
+    with TemporaryDirectory() as folder:
+        try:
+            write(model, encoder, folder, {})
+        except OSError:  # of the disk
+            raise
+        except Exception as error:  # of transformers' checks, whichever fails
+            raise Refused(f"--model {model.name_or_path}: an agent trained from it could not be "
+                          f"saved: {first_line(error)}; correct its config.json") from None
+
+
+def write(model, encoder: Encoder, folder, weights: dict) -> None:
+    """Writes the files of a model with these weights."""
     model.generation_config = stopping(model.generation_config, encoder)
     model.config.pad_token_id = model.generation_config.pad_token_id
     model.save_pretrained(folder, state_dict=weights)
@@ -263,11 +354,48 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
     if encoder.template.text != tokenizer.get_chat_template():  # by its fixed date
         tokenizer.chat_template = encoder.template.text
     tokenizer.save_pretrained(folder)
+    write_for_transformers_4(Path(folder))
+
+
+# Parameters of RoPE that transformers 4 reads beside `rope_scaling`.
+OUTSIDE_SCALING = ("rope_theta", "partial_rotary_factor")
+
+
+def write_for_transformers_4(folder: Path) -> None:
+    """Adds the names of transformers 4 to the files of a saved model. Released servers and
+    converters pin it. It would silently take its default for a rope_theta that it does not find."""
+    config = read_json(folder / "config.json")
+    config.pop("auto_map", None)  # names code that is not saved
+    rope = config.get("rope_parameters") or {}
+    if config["model_type"].startswith("gemma3"):  # the one family with two that it reads
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_theta" in rope:
+        for name in OUTSIDE_SCALING:
+            if name in rope:
+                config[name] = rope[name]
+        kind = rope.get("rope_type", "default")
+        scaling = {name: value for name, value in rope.items() if name not in OUTSIDE_SCALING}
+        if kind == "longrope":  # of which it accepts three fields alone
+            scaling = dict(type=kind, short_factor=rope["short_factor"],
+                           long_factor=rope["long_factor"])
+            positions = rope["original_max_position_embeddings"]
+            config["original_max_position_embeddings"] = positions
+        config["rope_scaling"] = None if kind == "default" else scaling
+    write_json(folder / "config.json", config)
+
+    config = read_json(folder / "tokenizer_config.json")
+    for name in ("is_local", "local_files_only", "auto_map"):
+        config.pop(name, None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
     """What ends and what pads a text: as the base has it, if the embedding has a row for it, and
-    the end of a turn."""
+    the end of a turn. Tokens that an agent never samples are suppressed."""
     ends = base.eos_token_id
     if not isinstance(ends, list):
         ends = [ends]
@@ -276,7 +404,7 @@ def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
     pads = [token for token in pads if has_row(token, encoder)]
     return transformers.GenerationConfig(
         bos_token_id=base.bos_token_id, eos_token_id=list(dict.fromkeys(ends)),
-        pad_token_id=pads[0])
+        pad_token_id=pads[0], suppress_tokens=list(encoder.sampler().never))
 
 
 def has_row(token: int | None, encoder: Encoder) -> bool:

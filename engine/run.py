@@ -75,10 +75,10 @@ class Run:
             check_reads_alike(self, Path(s.failure_from))
         check_not_trained_on(self)
 
-    def given_models(self) -> list[Path]:
-        """The models that the run begins from."""
+    def given_models(self) -> dict[str, Path]:
+        """Returns the models that the run begins from, by their flags."""
         given = self.settings.failure_from
-        return [self.base, Path(given)] if given else [self.base]
+        return {"--model": self.base} | ({"--failure-from": Path(given)} if given else {})
 
     def open_folder(self) -> None:
         """Opens the folder, which is new or that of a run with the same settings; else Refused."""
@@ -119,7 +119,10 @@ class Run:
 
     def ways_of_models(self) -> dict:
         """How the models of the run have to be asked, see `engine.trial`."""
-        found = [ways_of(self, model) for model in self.given_models()]
+        found = []
+        for flag, model in self.given_models().items():
+            with models.named(flag):
+                found.append(ways_of(self, model))
         replies = max((ways["replies"] for ways in found), key=trial.REPLIES.index)
         passes = [way for way in trial.PASSES if all(way in ways["passes"] for ways in found)]
         return dict(replies=replies, passes=passes)
@@ -142,6 +145,8 @@ class Run:
         path = self.folder / output
         self.name = output
         agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
+        if commit := models.commit_of(str(self.base)):  # of the hub, where a name's files change
+            agents[self.base] = commit
         recipe = hashed([phase.__name__, known_by(inputs, agents), parameters, self.fingerprint])
         row = self.recorded.pop(output, None)
         if row:
@@ -179,7 +184,7 @@ class Run:
         that this run has not asked for is forgotten: another loop has made them."""
         if self.main:
             write_json(self.folder / "phases.json", self.done)
-            self.lock.close()
+            self.lock.release()
 
     def say(self, text: str) -> None:
         if self.main:
@@ -347,7 +352,9 @@ def check_folder(folder: Path) -> None:
 
 def check_reads_alike(run: Run, agent: Path) -> None:
     """Refused where an agent of a folder has other tokens than the run, which writes its ids."""
-    if models.read_encoder(agent).fingerprint() != run.fingerprint:
+    with models.named("--failure-from"):
+        other = models.read_encoder(agent).fingerprint()
+    if other != run.fingerprint:
         raise Refused(f"--failure-from {agent}: its tokenizer or chat template is not that of "
                       f"--model {run.base}, by which episodes are written; give an agent of that "
                       "model")
@@ -361,12 +368,15 @@ def ways_of(run: Run, model: Path) -> dict:
     longest = run.settings.max_tokens
     positions = models.positions_of(run.config)
     if longest > positions:
-        run.say(f"{model} has {positions:,} positions: longer episodes are read as it never "
-                f"learned to; lower --max-tokens {longest}")
+        run.say(f"--model {model} has {positions:,} positions: longer episodes are read as it "
+                f"never learned to; lower --max-tokens {longest}")
     if device.type == "cuda" and not machine.fits_in_fp32(run.config, run.parameters,
                                                           machine.free_memory(), longest):
         device = "cpu"
-    return trial.trial(models.read_model(model, device=device).eval(), run.encoder, longest)
+    read = models.read_model(model, device=device).eval()
+    ways = trial.trial(read, run.encoder, longest)
+    models.check_can_be_saved(read, run.encoder)
+    return ways
 
 
 @contextmanager

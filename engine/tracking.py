@@ -1,13 +1,20 @@
 """A run's log: metrics.jsonl, and a tracker that gets its numbers, too. `Run` writes it."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from accelerate.tracking import filter_trackers
 
 from common.files import whole_lines
 from common.settings import Refused
+
+# What trackers call numbers of a step of training, as TRL's do; others keep their names.
+NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
+         "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
+         "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
 
 
 class Tracking:
@@ -55,10 +62,34 @@ class Tracking:
         with open(self.file, "a") as file:
             file.write(json.dumps(dict(event=event, phase=phase, **numbers)) + "\n")
         self.lines += 1
-        found = flat(phase.removesuffix(".jsonl"), numbers)
+        shown = by_pair(numbers) if event == "train" else numbers
+        found = flat(phase.removesuffix(".jsonl"), shown)
         if "split" in numbers:
             found |= flat(f"evaluate/{numbers['name']}/{numbers['split']}", numbers)
-        self.accelerator.log(found, self.lines)
+        self.accelerator.log({accepted(name): value for name, value in found.items()}, self.lines)
+
+
+def by_pair(line: dict) -> dict:
+    """Returns the numbers of a step of training as trackers call them, such as `grad_norm`, and
+    `rewards/margins/expert>target` for a kind of pairs."""
+    found = {}
+    for name, value in line.items():
+        if name == "kinds":
+            for kind, row in value.items():
+                for own, mean in row.items():
+                    found[f"{NAMES.get(own, own)}/{kind}"] = mean
+        else:
+            found[NAMES.get(name, name)] = value
+    return found
+
+
+def accepted(name: str) -> str:
+    """Returns a name as every tracker accepts it: letters of ASCII, digits, `_`, `-`, `.` and `/`,
+    no part of it dots alone, as in a path, and 250 characters at most. Names of agents may come
+    from a file, and are quoted in names of phases."""
+    name = quote(unquote(name).replace(">", "_over_")).replace("~", "_").replace("%", "_")
+    name = re.sub(r"(?<![^/])(\.*)(?![^/])", r"_\1", name)
+    return name[:250].rstrip("/")
 
 
 def flat(name: str, value) -> dict[str, float]:

@@ -63,7 +63,8 @@ def trial(model, encoder: Encoder, longest: int = 64) -> dict:
         if longest > positions:
             remedy = f"it has {positions:,} positions, lower --max-tokens {longest}"
         why = why or "its replies have other log-probabilities than plain passes over them"
-        raise Refused(f"{type(model).__name__} cannot be used: {why}; {remedy}")
+        raise Refused(f"--model {model.name_or_path}: {type(model).__name__} cannot be used: "
+                      f"{why}; {remedy}")
 
     right = []
     for passes in PASSES:
@@ -87,13 +88,16 @@ def error_of(tried: Callable) -> tuple[float, str]:
 
 
 def texts_of(encoder: Encoder, longest: int) -> list[Ids]:
-    """Random texts: a long one, its beginning with another end, and a short one. None is between,
-    since some models read all of a text otherwise from a length on, and none is to grow past it."""
+    """Returns random texts: a long one, its beginning with another end, a short one, and one of a
+    third of the length, since some models err at neither end. None is longer than a third and
+    shorter than the long ones: some models read all of a text otherwise from a length on, and none
+    is to grow past it."""
     rng = random.Random(0)
     drawn = sorted(encoder.known - set(never_of(encoder)))
     long = rng.choices(drawn, k=max(SHORT, longest - 4 * NEW))
     twin = long[:len(long) // 3] + rng.choices(drawn, k=len(long) - len(long) // 3)
-    return [long, twin, rng.choices(drawn, k=min(SHORT, longest // 3))]
+    texts = [long, twin, rng.choices(drawn, k=min(SHORT, longest // 3))]
+    return [*texts, rng.choices(drawn, k=longest // 3)] if longest // 3 > SHORT else texts
 
 
 def never_of(encoder: Encoder) -> tuple[int, ...]:

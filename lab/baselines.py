@@ -27,7 +27,7 @@ from coevolve import (
     usable,
 )
 from common.files import seed_of
-from common.settings import Count, Method, Rate, Stated, Weight, Whole
+from common.settings import Method, Rate, Stated, Whole
 from dpo import Trajectory, action_count
 from engine.experts import collect_experts
 from engine.records import read, write
@@ -35,6 +35,11 @@ from engine.run import Run
 from environments import first_reply
 from envs import Environment
 from evolve import Visit, advantage_of_tokens, note_log_probs
+
+PPO_EPOCHS = 2  # over the episodes of an iteration [ours]
+PPO_BATCH = 16  # tasks of one step, with all their rollouts [ours]
+PPO_CLIP = 0.2  # a ratio is clipped to 1 plus or minus this [Schulman et al. 2017]
+PPO_KL = 0.05  # weight of the KL divergence from the agent after SFT [ours]
 
 # -------------------------------------------------------------------------------- RFT and DART
 
@@ -188,9 +193,9 @@ def train_ppo(run: Run, out: Path, agent: Path, first: Path, played: Path, name:
     kl = sum((visit.old - visit.ref).sum().item() for visit in visits)
 
     rng = random.Random(seed_of(s.seed, "ppo", i))
-    steps = dpo.batches(visits, s.ppo_batch, rng, s.ppo_epochs)
+    steps = dpo.batches(visits, PPO_BATCH, rng, PPO_EPOCHS)
     rates = dpo.learning_rates(len(steps), s.ppo_lr, s.dpo_warmup)
-    loss = partial(ppo_loss, clip=s.ppo_clip, kl=s.ppo_kl)
+    loss = partial(ppo_loss, clip=PPO_CLIP, kl=PPO_KL)
     numbers = run.fit(model, out, steps, rates, loss, action_count, log_probs)
     return dict(kl=kl / len(dpo.trajectories_of(visits)), dropped=dropped, **numbers)
 
@@ -240,16 +245,8 @@ class Baselines(Stated):
     """DART and PPO"""
     # DART's N: a task gets N times its share of failures more rollouts [Section 5.3]
     dart_budget: Whole = 10
-    # Passes of PPO over the episodes of an iteration [ours]
-    ppo_epochs: Count = 2
-    # Tasks in a step of PPO, with all their rollouts [ours]
-    ppo_batch: Count = 16
     # The learning rate of PPO, constant after --dpo-warmup [ours]
     ppo_lr: Rate = 1e-6
-    # A ratio is clipped to 1 plus or minus this [Schulman et al. 2017]
-    ppo_clip: Rate = 0.2
-    # The weight of the KL from the agent after SFT [ours]
-    ppo_kl: Weight = 0.05
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
@@ -262,7 +259,6 @@ METHODS = {
                   "SFT once more, with the agent's own successes"),
     "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"),
                    "RFT with more rollouts where successes are rare"),
-    "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup",
-                        "ppo_epochs", "ppo_batch", "ppo_lr", "ppo_clip", "ppo_kl"),
+    "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup", "ppo_lr"),
                   "PPO on the agent's own episodes"),
 }

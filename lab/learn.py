@@ -30,7 +30,7 @@ from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
 from engine.run import Run
 from engine.words import counted, phrase
-from environments import Options
+from environments import Options, first_reply
 from environments.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
 from environments.user_files import reading
 from envs import Environment
@@ -170,7 +170,8 @@ def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], C
 
 
 def trajectory_of(row: dict, encoder) -> Trajectory:
-    """The trajectory of a line; ValueError, if it is none. Its first reply is the first action."""
+    """The trajectory of a line; ValueError, if it is none. Its last `steps` replies are actions, or
+    all of them if it does not say. Ids and mask are made anew of the messages, as for --experts."""
     check_fields(row, ("task", "messages", "reward"), PLAYED)
     task, agent, reward = row["task"], row.get("agent", "target"), row["reward"]
     if not isinstance(task, str) or not isinstance(agent, str) or agent == "pairs-target":
@@ -184,10 +185,21 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
         raise ValueError(f"its turns are of {roles}, not of user and assistant in turn")
     while roles[-1] != "assistant":  # what followed the last reply
         roles.pop()
-    opening = roles.index("assistant")
-    t = Trajectory(task, agent, iteration=1, messages=messages[:len(roles)], reward=float(reward),
-                   steps=roles.count("assistant"), ended="done")
-    t.ids, t.action_mask = encoder.encode(t.messages, opening)
+    messages = messages[:len(roles)]
+    steps = row.get("steps") or roles.count("assistant")
+    opening = first_reply(messages, steps)
+    if opening == len(messages):
+        raise ValueError(f"its 'steps' are {steps!r}, and its replies {roles.count('assistant')}")
+    t = Trajectory(task, agent, iteration=1, messages=messages, reward=float(reward), steps=steps,
+                   ended="done")
+    t.ids, t.action_mask = encoder.encode(messages, opening)
+    if "action_mask" in row:
+        mask = row["action_mask"]
+        marked = sum(after > before for before, after in zip(mask, mask[1:]))
+        texts = sum(bool(turn["content"]) for turn in messages[opening:][::2])
+        if not texts <= marked <= steps:  # a reply without a text may have no token
+            raise ValueError(f"its 'action_mask' marks {marked} replies, and its last {steps} are "
+                             "trained on; give their number as 'steps', or take the mask out")
     return t
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files import read_json
-from common.settings import Refused, flag, settings_of
+from common.settings import Refused, command_words, flag, settings_of
 from environments import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
@@ -31,7 +31,7 @@ def command(name: str, work: Callable) -> None:
     for stream in sys.stdout, sys.stderr:  # a console may lack letters, and is no reason to end
         stream.reconfigure(errors="backslashreplace")
     try:
-        work(sys.argv[1:])
+        work(command_words(sys.argv[1:]))
     except Exception as error:
         from engine.command import one_line, rank  # only here: most commands need no torch
         line = one_line(error)
@@ -60,14 +60,6 @@ def config_of(run: Path) -> dict:
         raise Refused(f"{run}: not a run, it has no config.json with settings; name a folder like "
                       "runs/webshop-coevolve-s0")
     return config
-
-
-def run_with(agent: Path) -> Path | None:
-    """The run that an agent's folder lies in, if it lies in one."""
-    for folder in agent.resolve().parents[:2]:
-        if (folder / "phases.json").exists():
-            return folder
-    return None
 
 
 def way_of(run: Path, env: str) -> list[str]:

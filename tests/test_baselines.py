@@ -216,8 +216,9 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     seen, loss = [], baselines.ppo_loss
     monkeypatch.setattr(baselines, "ppo_loss", lambda policy, visits, **how: seen.append(
         (policy.detach(), visits, how)) or loss(policy, visits, **how))
-    r = run("ppo", iterations=2, rollouts=4, ppo_lr=1e-2, ppo_clip=0.3, ppo_kl=0.01,
-            ppo_epochs=3, ppo_batch=2)
+    for name, value in dict(EPOCHS=3, BATCH=2, CLIP=0.3, KL=0.01).items():
+        monkeypatch.setattr(baselines, f"PPO_{name}", value)
+    r = run("ppo", iterations=2, rollouts=4, ppo_lr=1e-2)
     kl = [r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
     assert [row["i"] for row in r.done.values() if row["work"] == "evaluate"] == [0, 1, 2]
@@ -248,7 +249,7 @@ def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, caps
 @pytest.mark.parametrize("argv, wrong", [
     ("--method rft --temperature 0", "all rollouts of a task would be the same"),
     ("--method ppo --rollouts 1", "give 2 at least"),
-    ("--method rft --ppo-clip 0.1", "is not read by --method rft")])
+    ("--method rft --ppo-lr 0.1", "is not read by --method rft")])
 def test_settings_that_make_no_sense_are_refused(argv, wrong):
     with pytest.raises(Refused, match=wrong):
         parse(argv.split(), Settings, coevolve.METHODS | baselines.METHODS, environment)

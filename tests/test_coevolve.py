@@ -207,10 +207,11 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     t = played(encoder, "target", 0.5, 9)
     f = played(encoder, "failure", 0.7, 8)
     other = played(encoder, "target", 0.5, 3, task="b")
+    another = played(encoder, "failure", 0.25, 2, task="b")
     of_other = played(encoder, "expert", 1.0, 2, task="b")
-    pairs = coevolve.d_tgt(e, [t], [f], s, Counter()) + [Pair(FF, other, other)]
-    group, alone = coevolve.preference_groups(pairs, [e, of_other], s, encoder)
-    assert alone.trajectories == [other]
+    pairs = coevolve.d_tgt(e, [t], [f], s, Counter()) + [Pair(FF, other, another)]
+    group, alone = coevolve.preference_groups(pairs, [e, of_other], s, encoder, Counter())
+    assert alone.trajectories == [other, another]
     # Of 9 and 8 replies the first 7 are rejected, the expert's 2 and 5 more; chosen, f is whole.
     assert [replies_in(x) for x in group.trajectories] == [2, 7, 7, 8]
     own, short, shorter, whole = group.trajectories
@@ -222,18 +223,35 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     for pair in group.pairs:  # the very trajectories, which get references
         assert {id(pair.chosen), id(pair.rejected)} <= {id(x) for x in group.trajectories}
     uncut = replace(s, cut_turns=-1)
-    [group, _] = coevolve.preference_groups(pairs, [e, of_other], uncut, encoder)
+    [group, _] = coevolve.preference_groups(pairs, [e, of_other], uncut, encoder, Counter())
     assert group.trajectories == [e, t, f]  # f is one, chosen or rejected
     # What ended turns and the episode is left out of the rejected ones alone.
     left_out = replace(uncut, rejected_ends="leave out")
-    [group, _] = coevolve.preference_groups(pairs, [e, of_other], left_out, encoder)
+    [group, _] = coevolve.preference_groups(pairs, [e, of_other], left_out, encoder, Counter())
     assert group.trajectories == [e, encoder.without_ends(t), encoder.without_ends(f), f]
 
     # Another agent's trajectory may be the expert; it is called as the agent is.
     e = played(encoder, "target", 1.0, 3, iteration=4)
     pairs = coevolve.d_tgt(e, [replace(t, iteration=5)], [], s, Counter())
-    [group] = coevolve.preference_groups(pairs, [e], replace(s, cut_turns=1), encoder)
+    [group] = coevolve.preference_groups(pairs, [e], replace(s, cut_turns=1), encoder, Counter())
     assert [replies_in(x) for x in group.trajectories] == [3, 4]
+
+
+def test_failures_that_are_equal_once_the_rejected_one_is_truncated_are_dropped(encoder):
+    """Of 3 replies the first 2 are left, the expert's 1 and 1 more. They are the other's 2."""
+    e = played(encoder, "expert", 1.0, 1)
+    short, long = played(encoder, "target", 0.5, 2), played(encoder, "target", 0.25, 3)
+    pairs = [Pair(FF, short, long), Pair(FF, long, short)]
+    for cut_turns, ends, left, counts in [
+            (1, "count", pairs[1:], {"equal once truncated": 1}),
+            (1, "leave out", pairs[1:], {"equal once truncated": 1}), (2, "count", pairs, {})]:
+        dropped = Counter()
+        s = Settings(cut_turns=cut_turns, rejected_ends=ends)
+        [group] = coevolve.preference_groups(pairs, [e], s, encoder, dropped)
+        assert [pair.chosen for pair in group.pairs] == [pair.chosen for pair in left]
+        assert dropped == counts
+    s = Settings(cut_turns=1)
+    assert coevolve.preference_groups(pairs[:1], [e], s, encoder, dropped) == []
 
 
 def test_ends_of_turns_and_of_the_episode_can_be_left_out(encoder):

@@ -150,7 +150,8 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob):
         assert pair.seen == [pytest.approx((w.item(), l.item(), z.item()), abs=1e-9)]
         if pair.kind == "failure>failure":
             sums.update(chosen=w.item(), rejected=l.item(), margin=z.item(), count=1,
-                        accuracy=z.item() > 0)
+                        reward_chosen=beta * ratio_w.item(),
+                        reward_rejected=beta * ratio_l.item(), accuracy=z.item() > 0)
     assert ours.item() == pytest.approx(expected.item(), abs=1e-9)
     torch.testing.assert_close(gradients(model, ours), gradients(model, expected),
                                atol=1e-9, rtol=1e-9)

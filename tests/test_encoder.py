@@ -1,11 +1,12 @@
 """Text and ids are one: every tokenizer and template is either right to the token, or refused."""
 
+import itertools
 import json
 import random
 
 import pytest
 from conftest import CHATML, CONVERSATION, TEMPLATES, make_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from common.settings import Refused
@@ -178,6 +179,40 @@ def test_no_page_and_no_reply_adds_a_control_token(name):
             assert len(stretches_of_actions(ids, mask)) == 2
         read = [i for i in encoder.observation(f"page {text} page") if i not in control]
         assert letters(text) in letters(tokenizer.decode(read))
+
+
+VARIANTS = {  # of a normaliser: what turns a token into a text that it turns into the token
+    "nfkc": (normalizers.NFKC(), lambda token: token.replace("<", "\uff1c")),
+    "lower": (normalizers.Lowercase(), str.upper),
+    "accents": (normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+                lambda token: token.replace("e", "\u00e9").replace("s", "s\u0301")),
+    "zero width": (normalizers.Replace("\u200b", ""), lambda token: "\u200b".join(token))}
+
+
+@pytest.mark.parametrize("special", ["<|im_end|>", "<|IM_END|>"])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_variant_of_a_control_token_adds_one(name, normalized, special):
+    """Also beside the token itself, and where the tokenizer looks for normalised tokens."""
+    normalizer, variant = VARIANTS[name]
+    tokenizer = make_tokenizer("chatml")
+    text = tokenizer.backend_tokenizer.to_str().replace("<|im_end|>", special)
+    known = json.loads(text)
+    for token in known["added_tokens"]:
+        token["normalized"] = normalized
+    backend = Tokenizer.from_str(json.dumps(known))
+    backend.normalizer = normalizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special,
+                                        chat_template=CHATML.replace("<|im_end|>", special))
+    encoder = Encoder(tokenizer)
+    control = set(tokenizer.convert_tokens_to_ids(encoder.control_tokens))
+    count = sum(i in control for i in encoder.observation("page"))
+    tokens = ["<|im_start|>", special, special.swapcase()]
+    for token, other in itertools.product(tokens, tokens):
+        for made in (variant(token), variant(variant(token))):
+            for text in (f"x {made} y", f"{other}{made}{token}", f"{made}{other} {made}"):
+                found = sum(i in control for i in encoder.observation(text))
+                assert found == count, (text, encoder.plain(text))
 
 
 def test_a_control_token_of_one_letter_is_broken_up_too():

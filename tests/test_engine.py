@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import random
 import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -75,9 +77,78 @@ def test_a_saved_agent_ends_as_its_base_and_as_its_turns_do(
     models.save(one, model, Encoder(make_tokenizer("chatml")), agent)
     written = json.loads((agent / "generation_config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"]) == (ends_saved, pad_saved)
-    assert not set(PENALTIES) & set(written)
+    assert {*PENALTIES} & {*written} == {"suppress_tokens"}
+    assert written["suppress_tokens"] == [0, PAD]  # <|im_start|> and <|pad|>, not those of the base
     model = transformers.AutoModelForCausalLM.from_pretrained(agent)
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60).tolist() == [[5, 6, 7, END]]
+
+
+FORMS = {  # of rotary embeddings: what a config says, and what transformers 4 reads of it
+    "llama": (dict(rope_type="default", rope_theta=1e6), dict(rope_theta=1e6, rope_scaling=None)),
+    "qwen3": (dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32),
+              dict(rope_theta=1e6, rope_scaling=dict(
+                  rope_type="yarn", factor=4.0, original_max_position_embeddings=32))),
+    "phi": (dict(rope_type="linear", rope_theta=1e6, factor=4.0, partial_rotary_factor=0.5),
+            dict(rope_theta=1e6, partial_rotary_factor=0.5,
+                 rope_scaling=dict(rope_type="linear", factor=4.0))),
+    "phi3": (dict(rope_type="longrope", rope_theta=1e6, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+                  original_max_position_embeddings=32),
+             dict(rope_theta=1e6, original_max_position_embeddings=32, rope_scaling=dict(
+                 type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4))),
+    "gemma3_text": (dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+                         sliding_attention=dict(rope_type="default", rope_theta=777.0)),
+                    dict(rope_theta=1e6, rope_local_base_freq=777.0,
+                         rope_scaling=dict(rope_type="linear", factor=8.0))),
+    "gemma4_text": (None, {})}  # which it does not know
+CODE = """
+import json, sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer(sys.argv[2], add_special_tokens=False)["input_ids"]
+logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+print(json.dumps([ids, logits[0].tolist(), sorted(tokenizer.all_special_tokens)]))
+"""
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_a_saved_agent_is_read_alike_by_transformers_4(family, tmp_path):
+    """TRANSFORMERS_4 names a Python that has it; without it the names in the files are checked."""
+    rope, names = FORMS[family]
+    tokenizer = make_tokenizer("chatml")
+    base = tiny_model(family, len(tokenizer), **(dict(rope_parameters=rope) if rope else {}),
+                      **(dict(original_max_position_embeddings=32) if family == "phi3" else {}))
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    for file in ("config.json", "tokenizer_config.json"):  # as Phi-3's has it, whose code is old
+        config = json.loads((tmp_path / "base" / file).read_text())
+        config["auto_map"] = dict(AutoModelForCausalLM="modeling.Model", AutoTokenizer=["code.T", None])
+        (tmp_path / "base" / file).write_text(json.dumps(config))
+    folder = tmp_path / "base"
+    for agent in ("first", "second"):  # which is trained from the first
+        model, encoder = models.read_model(folder).eval(), models.read_encoder(folder)
+        folder = tmp_path / agent
+        models.save(SimpleNamespace(is_main_process=True), model, encoder, folder)
+        config = json.loads((folder / "config.json").read_text())
+        of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        assert {name: config[name] for name in names} == names
+        assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+        assert of_tokenizer["additional_special_tokens"] == ["<|im_start|>"]
+        unwanted = {"auto_map", "is_local", "local_files_only", "extra_special_tokens"}
+        assert not unwanted & (config.keys() | of_tokenizer.keys())
+
+    text = "".join(["<|im_start|>user\n", "find a red mug " * 6, "<|im_end|>\n"])
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    expected = base(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    found = models.read_model(folder).eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    torch.testing.assert_close(found, expected)
+    python = os.environ.get("TRANSFORMERS_4")
+    if python and names:
+        read = subprocess.run([python, "-c", CODE, folder, text], capture_output=True, text=True)
+        assert read.returncode == 0, read.stderr[-3000:]
+        ids_there, logits, special = json.loads(read.stdout.splitlines()[-1])
+        assert ids_there == ids
+        assert special == sorted(models.read_tokenizer(folder).all_special_tokens)
+        torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------- draws
@@ -335,6 +406,12 @@ def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, wor
     with pytest.raises(seen, match=says):
         trial.trial(model, words)
     assert len(calls) == 1 or seen is Refused
+
+
+def test_a_trial_has_a_text_between_its_shortest_and_its_longest(words):
+    """Of 72, 72 and 24 tokens; then one of a third of 96, which grows by 24 to at most 56."""
+    assert [*map(len, trial.texts_of(words, 96))] == [72, 72, 24, 32]
+    assert [*map(len, trial.texts_of(words, 64))] == [40, 40, 21]
 
 
 def test_a_model_is_not_asked_for_more_positions_than_it_has(words):

@@ -124,12 +124,13 @@ def test_boundary(y, found):
 @pytest.mark.parametrize("below, least, expected", [
     (3.0, 1, {"p": 2}),  # 3 of 100 is at the threshold
     (3.1, 1, {"p": 2, "q": 3}), (3.1, 3, {"q": 3})])
-def test_rare(below, least, expected):
+def test_rare(below, least, expected, monkeypatch):
     """Of 100 episodes 2 hold p, 3 q and 95 r. The evidence is of those that hold it, and the task
     is that of the worst of them."""
     held = [{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95
     episodes = segment("won", [1]) + segment("lost", [0]) + segment("t", [1] * 98)
-    s = evolve.Settings(rare_below=below, rare_min=least)
+    monkeypatch.setattr(evolve, "RARE_BELOW", below)
+    s = evolve.Settings(rare_min=least)
     rows = {row["pattern"]: row for row in evolve.rare(evolve.History({}, episodes, held), s)}
     assert {pattern: row["episodes"] for pattern, row in rows.items()} == expected
     if "p" in rows:
@@ -406,7 +407,7 @@ class Discreet(Smith):
 
 
 @pytest.mark.parametrize("verify, third", [(True, "odd"), (False, None)])
-def test_finds_are_judged_in_their_order(verify, third, tmp_path):
+def test_finds_are_judged_in_their_order(verify, third, tmp_path, monkeypatch):
     """By hand, of tasks of which 16 is in D, and three may join."""
     def find(number, text=None, solution="c"):
         task = None if number is None else dict(number=number)
@@ -423,7 +424,8 @@ def test_finds_are_judged_in_their_order(verify, third, tmp_path):
                "enough were added", "its text is too long"]
     env = Letters()
     env.task_generator = Discreet
-    s = evolve.Settings(add_most=3, near_text=0.75, verify=verify)
+    monkeypatch.setattr(evolve, "MOST_NEW_TASKS", 3)
+    s = evolve.Settings(near_text=0.75, verify=verify)
     run = SimpleNamespace(settings=s, main=True, machine=SimpleNamespace(gather=list),
                           make_env=lambda: env)
     write_jsonl(tmp_path / "finds", finds)
@@ -440,12 +442,16 @@ def run(small_model, tmp_path, monkeypatch):
     """run(method, out, env_type, kind, **settings) -> the finished run; method None: one to begin."""
     def start(method="evolve", out="run", env_type=Letters, kind=engine_run.Run, **changed):
         monkeypatch.setattr(engine_run, "make", lambda *_, **__: env_type())
+        constants = dict(MINIBATCH=2, EXPLORER_TEMPERATURE=1.5, EXPLORER_EPISODES=2)
+        for name in [name for name in changed if name.isupper()]:
+            constants[name] = changed.pop(name)
+        for name, value in constants.items():
+            monkeypatch.setattr(evolve, name, value)
         s = evolve.Settings(**dict(
             method=method or "grpo", model=str(small_model), out=str(tmp_path / out),
             max_tokens=400, max_new_tokens=4, warm_start="none", start_tasks=5, grpo_steps=6,
-            evolve_every=2, evaluate_every=9, step_tasks=3, step_rollouts=4, grpo_batch=2,
-            grpo_lr=1e-4, grpo_temperature=1.5, explorer_temperature=1.5, near_text=1.0, picks=2,
-            explorer_episodes=2) | changed)
+            evolve_every=2, evaluate_every=9, step_tasks=3, step_rollouts=4,
+            grpo_lr=1e-4, grpo_temperature=1.5, near_text=1.0, picks=2) | changed)
         r = kind(s, environment("webshop")())
         if method:
             evolve.METHODS[method].loop(r)
@@ -466,7 +472,7 @@ def files_of(folder):
 
 
 def test_the_task_set_grows_from_signals(run):
-    r = run(rare_below=60.0)
+    r = run(RARE_BELOW=60.0)
     d = [rows(r, f"iter{i}/tasks.jsonl") for i in range(3)]
     assert 0 < len(d[0]) <= 5 and len(d[2]) > len(d[0])
     assert d[2][:len(d[1])] == d[1] and d[1][:len(d[0])] == d[0]  # each is written whole
@@ -486,7 +492,7 @@ def test_the_task_set_grows_from_signals(run):
         assert Counter(explored) == Counter(2 * picked)
         assert len({signal for _, signal in picked}) > 1
     # Random exploration follows no signal, with as many episodes of the explorer.
-    other = run(out="random", rare_below=60.0, guide="random", grpo_steps=3)
+    other = run(out="random", RARE_BELOW=60.0, guide="random", grpo_steps=3)
     assert {row["signal"] for row in rows(other, "iter1/explored.jsonl")} == {"random"}
     assert len(rows(other, "iter1/explored.jsonl")) == len(rows(r, "iter1/explored.jsonl"))
     # D is of tasks in an order, by which they have their ids.
@@ -508,7 +514,7 @@ def teaching(file):
 def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_model):
     """By plain passes over the episodes, at the sampler's temperature and without the tokens that
     are never drawn. In the first step the policy is the one that played, and the reference."""
-    r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, grpo_batch=9, grpo_lr=1e-2)
+    r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, MINIBATCH=9, grpo_lr=1e-2)
     [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
     taught = teaching(r.folder / "iter1/target-agent/episodes.jsonl")
     total = sum(advantage * t.action_count for t, advantage in taught)
@@ -566,7 +572,7 @@ def test_what_is_evaluated_is_not_trained_on(run):
 def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
     """GRPO needs no environment that makes tasks."""
     how = dict(start_from="train", grpo_steps=2, evolve_every=1)
-    a, b = run("evolve", "a", add_most=0, **how), run("grpo", "b", env_type=Fixed, **how)
+    a, b = run("evolve", "a", MOST_NEW_TASKS=0, **how), run("grpo", "b", env_type=Fixed, **how)
     ours = files_of(b.folder)
     assert ours.items() <= files_of(a.folder).items() and "iter2/target-agent/moments.pt" in ours
 
@@ -620,7 +626,7 @@ def test_two_sharded_processes_evolve_like_one(run, tmp_path):
     """Both know the tasks that join, and play them; one of them judges, see `Letters`."""
     def work(ranks):
         run(out=str(ranks), start_from="train", start_tasks=3, step_tasks=6, grpo_steps=2,
-            evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, explorer_episodes=4)
+            evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, EXPLORER_EPISODES=4)
 
     for ranks in (1, 2):
         codes = map(ended, fork_ranks(ranks, lambda: work(ranks), tmp_path / "said"))

@@ -234,6 +234,22 @@ def test_lines_that_are_left_out_and_what_is_not_read(file):
         read(file(ROWS[:2]), max_tokens=1)
 
 
+def test_replies_of_an_opening_are_no_actions(file):
+    """A run's file says by `steps` and `action_mask` which of its replies are."""
+    told = row("a", 1.0, "OK", "search", "buy")
+    [t] = read(file([told | dict(steps=2, action_mask=[0, 0, 1, 1, 0, 1])])).trajectories
+    encoder = Encoder(make_tokenizer("chatml"))
+    assert (t.ids, t.action_mask) == encoder.encode(told["messages"], 3)
+    assert t.steps == 2
+    for wrong, says in [(dict(steps=4), "its 'steps' are 4, and its replies 3"),
+                        (dict(steps=-1), "its 'steps' are -1"), (dict(steps="2"), "TypeError"),
+                        (dict(action_mask=[0, 1, 0, 1]), "'action_mask' marks 2 replies, and its last 3"),
+                        (dict(steps=2, action_mask=[0, 1, 0, 0]), "marks 1 replies, and its last 2"),
+                        (dict(steps=2, action_mask=[0, 1, 0, 1, 0, 1]), "marks 3 replies")]:
+        with pytest.raises(Refused, match=says):
+            read(file([told | wrong]))
+
+
 @pytest.mark.parametrize("agents", [["mine", "theirs", "x"], ["mine", "theirs", None, "expert"]])
 def test_more_than_two_agents_are_refused(agents, file):
     """Failures of the second and the third would make no pair; who has no name is one, too."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -9,7 +10,9 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
+import huggingface_hub
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,7 +23,7 @@ import coevolve
 from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import parse
-from engine import command, models, run
+from engine import command, models, run, tracking
 from engine import fork as fork_of_run
 from engine.words import counted
 from environments import environment
@@ -177,6 +180,40 @@ def test_another_base_is_trained_from_anew(toy_run, small_model, tmp_path):
     assert made(out)[len(first):] == first[1:]
 
 
+def test_a_base_on_the_hub_is_known_by_its_commit(toy_run, small_model, tmp_path, monkeypatch):
+    """A moved revision is trained on anew, and no process mixes two. No hub is needed for what is
+    in its cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    cache = tmp_path / "models--x--y"
+    (cache / "refs").mkdir(parents=True)
+
+    def move(commit, shift):
+        base = shutil.copytree(small_model, cache / "snapshots" / (commit * 40))
+        weights = load_file(base / "model.safetensors")
+        weights["model.norm.weight"] += shift
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+        (cache / "refs/main").write_text(commit * 40)
+
+    move("a", 0)
+    out = toy_run("--model", "x/y", *SFT)
+    first = made(out)
+    losses = [read_jsonl(out / "sft-target/train.jsonl")[0]["loss"]]
+    toy_run("--model", "x/y", *SFT)
+    assert made(out) == first
+    move("b", 1)
+    toy_run("--model", "x/y", *SFT)  # the same process reads what it has begun with
+    assert made(out) == first
+    models.commit_of.cache_clear()
+    toy_run("--model", "x/y", *SFT)
+    assert made(out)[len(first):] == first[1:]
+    fresh = tmp_path / "fresh"
+    toy_run("--model", cache / "snapshots" / ("b" * 40), "--out", fresh, *SFT)
+    losses += [read_jsonl(folder / "sft-target/train.jsonl")[0]["loss"] for folder in (out, fresh)]
+    assert losses[0] != losses[1] == losses[2]
+    models.commit_of.cache_clear()
+
+
 def test_a_run_grows_by_iterations_and_its_log_and_trackers_go_on(toy_run, monkeypatch):
     seen = {}  # what a tracker gets: step -> numbers
     monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.update({step: numbers}))
@@ -196,6 +233,33 @@ def test_a_run_grows_by_iterations_and_its_log_and_trackers_go_on(toy_run, monke
                for row in read_jsonl(out / agent / "train.jsonl")]
     assert steps == written
     assert seen[len(lines)]["evaluate/target/test/reward"] == lines[-1]["reward"]
+
+
+def test_trackers_get_the_names_that_people_know_as_every_tracker_accepts_them(
+        toy_run, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.append(numbers))
+    out = toy_run()
+    [line] = read_jsonl(out / "iter1/target-agent/train.jsonl")
+    [numbers] = [row for row in seen if "iter1/target-agent/lr" in row]
+    prefix, row = "iter1/target-agent/", line["kinds"]["expert>failure"]
+    assert numbers[f"{prefix}loss"] == line["loss"]
+    assert numbers[f"{prefix}grad_norm"] == line["norm"]
+    for name, own in {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected",
+                      "rewards/margins": "margin", "rewards/accuracies": "accuracy",
+                      "logps/chosen": "chosen", "logps/rejected": "rejected"}.items():
+        assert numbers[f"{prefix}{name}/expert_over_failure"] == row[own]
+    assert row["reward_chosen"] - row["reward_rejected"] == pytest.approx(row["margin"])
+
+    # An agent's name may come from a file. Two names stay two, and MLflow's rules hold.
+    names = ["a>b", "a b", "агент", "мышка", "..", ".", "", "a/../b", "a//b", "a~%", "x" * 400]
+    given = [f"iter1/{quote(name, safe=' ')}" for name in names]
+    given += [f"iter1/target-agent/rewards/margins/expert>{name}" for name in names]
+    found = [*map(tracking.accepted, given)]
+    assert len({*found}) == len(given)
+    for name in [*found, *(name for row in seen for name in row)]:
+        assert re.fullmatch(r"[/\w.\- :]{1,250}", name, re.ASCII), name
+        assert os.path.normpath(name) == name and not name.startswith(("/", "..")), name
 
 
 # --------------------------------------------------------------------------------------- a branch
@@ -293,7 +357,7 @@ def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
         held = files.lock(tmp_path / "run")  # for as long as it lives
         (tmp_path / "held").touch()
         time.sleep(600)
-        held.close()
+        held.release()
 
     holder = fork(hold, tmp_path / "said")
     wait_until((tmp_path / "held").exists, "the other process to hold the lock")
@@ -484,6 +548,10 @@ def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
     ("--max-new-tokens 768 --max-tokens 768", "--max-new-tokens 768: must be below --max-tokens"),
     ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
     ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
+    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: is not there; give a file"),
+    *[(f"{flag}{between}", f"{flag}: the value is empty; give one, or leave the flag out")
+      for flag in ("--experts", "--branch", "--model", "--failure-from", "--out", "--track", "--env", "--seed")
+      for between in ("=", " ''")],
     ("--model /nowhere", "--model /nowhere: "),
     ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
     ("--failure-from TINY --model SMALL", "tiny: its tokenizer or chat template is not that of --model"),
@@ -494,7 +562,7 @@ def test_a_flag_that_is_wrong_is_named_with_its_remedy(
         flags, says, small_model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = flags.replace("TINY", str(models.MODELS["tiny"])).replace("SMALL", str(small_model))
-    assert says in refusal(program, "--out", tmp_path / "run", *flags.split())
+    assert says in refusal(program, "--out", tmp_path / "run", *shlex.split(flags))
 
 
 @pytest.mark.parametrize("flags, values", [
@@ -548,8 +616,37 @@ def configured(folder, **values):
     write_json(folder / "config.json", read_json(folder / "config.json") | values)
 
 
+def with_weights(folder, **more):
+    """Adds weights, whose names have __ in place of dots, to a model that ties its head."""
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    more = {name.replace("__", "."): value.clone() for name, value in more.items()}
+    save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
+    configured(folder, tie_word_embeddings=True)
+
+
+ONES = torch.ones(1, 32)
+
+
+def in_fp8(folder):
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights |= {name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": ONES}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize("change, says", [
-    (lambda f: (f / "model.safetensors").unlink(), "give a hub name within reach, or a folder with"),
+    (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing; copy it from the base"),
+    (lambda f: configured(f, num_hidden_layers=1, layer_types=["full_attention"]),
+     "11 weights are not used by the model that its config.json describes, such as model.layers.1."),
+    (lambda f: with_weights(f, model__layers__0__self_attn__q_proj__bias=ONES[0]),
+     "1 weights are not used by the model that its config.json describes, such as model.layers.0."),
+    (in_fp8, "1 weights are not used by the model that its config.json describes, such as model.lay"),
+    (lambda f: with_weights(f, score__weight=ONES, mtp__norm__weight=ONES[0]),
+     "1 weights are not used by the model that its config.json describes, such as score.weight; "),
+    (lambda f: configured(f, model_type="new", auto_map=dict(AutoConfig="code.Config")), "code"),
+    (lambda f: configured(f, pad_token_id="none"), "--model"),
     (pruned, "weights are missing, such as model.layers.1."),
     (lambda f: configured(f, intermediate_size=64), "; give a"),
     (lambda f: configured(f, model_type="t5"), "t5 is no causal language model of transformers; "),
@@ -557,9 +654,29 @@ def configured(folder, **values):
 def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
     folder = shutil.copytree(small_model, tmp_path / "model")
     change(folder)
+    (folder / "code.py").write_text("raise SystemExit('code of a model is run')")
     line = refusal(program, "--model", folder, "--out", tmp_path / "run", "--method", "sft")
-    assert says in line and str(folder) in line, line
+    assert line.startswith(f"--model {folder}: ") and says in line, line
     assert not (tmp_path / "run").exists()
+
+
+def test_heads_that_no_output_depends_on_are_left_out_and_said_once(
+        toy_run, small_model, tmp_path, capfd):
+    base = shutil.copytree(small_model, tmp_path / "base")
+    with_weights(base, mtp__layers__0__weight=ONES, v_head__summary__weight=ONES,
+                 model__layers__0__self_attn__rotary_emb__inv_freq=ONES[0])
+    toy_run(*SFT, "--model", base)
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("2 weights are not used, such as mtp.layers.0.weight; no") == 1
+
+
+def test_switches_of_outputs_in_a_config_neither_act_nor_are_saved(toy_run, small_model, tmp_path):
+    base = shutil.copytree(small_model, tmp_path / "base")
+    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False)
+    out = toy_run(*SFT, "--model", base)
+    saved = read_json(out / "sft-target/config.json")
+    assert not saved.get("output_attentions") and not saved.get("output_hidden_states")
+    assert saved.get("return_dict", True)
 
 
 def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model, tmp_path, capsys):

@@ -255,11 +255,11 @@ def _fetch(cursor) -> list[tuple] | str:
 
 class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own, as the user that
-    `load_intercode` made for it. The server ends a query after SECONDS; should it not, the client
-    stops listening soon after and kills the query from another connection."""
+    `load_intercode` made for it. The server ends a query after SECONDS. If it does not reply soon
+    after that, the read timeout of `connect` ends the connection, which is an EnvError."""
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
     DENIED = {1044, 1045, 1049, 1698}
-    # What the server says when it is full, ends, or lost the client, or on a KILL not ours.
+    # Errors of a server that is full or shuts down, of a lost connection, or after a KILL.
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
@@ -273,9 +273,11 @@ class MySQL:
         return self._ask(lambda: self._run(sql))
 
     def close(self):
-        if self._connection and self._connection.open:
-            self._connection.close()
-        self._connection = None
+        connection, self._connection = self._connection, None
+        if connection and connection._result:
+            connection._result.unbuffered_active = False  # else PyMySQL would read what is left
+        if connection and connection.open:
+            connection.close()
 
     def _connect(self):
         self._connection = connect(self._url, user=database_user(self._url, self.name),
@@ -286,7 +288,7 @@ class MySQL:
         self._connection.query(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
 
     def _run(self, sql):
-        pymysql, started = driver(), time.monotonic()
+        pymysql = driver()
         cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
         try:
             cursor.execute(sql)
@@ -294,40 +296,18 @@ class MySQL:
                 return None
             answer = _fetch(cursor)
         except pymysql.MySQLError as error:
-            (code, text), took = (*error.args, "", "")[:2], time.monotonic() - started
-            if code in self.TIMED_OUT or code == 1317 and took > 0.9 * SECONDS:
+            code, text = (*error.args, "", "")[:2]
+            if code in self.TIMED_OUT:
                 return INTERRUPTED
-            if code == 2013 and took > SECONDS + 2.5:  # the client's own limit, see `connect`
-                answer = INTERRUPTED
-            elif (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
-                    and code not in self.LOST):  # else it is the connection's
-                return f"{ERROR}{text}"
-            else:
-                raise
+            if not isinstance(code, int) or code < 1000 or 2000 <= code < 3000 or code in self.LOST:
+                raise  # it is an error of the connection
+            return f"{ERROR}{text}"
         except ValueError as error:  # text that is no UTF-8, in the query or in the result
             answer = f"{ERROR}{error}"
         if not isinstance(answer, list):
-            self._kill()
+            self.close()
+            self._connect()
         return answer
-
-    def _kill(self):
-        """Ends what runs on this connection, from another one, which takes its place."""
-        thread = self._connection.thread_id()
-        self._abandon()
-        self._connect()
-        try:
-            self._connection.query(f"KILL {thread}")
-        except driver().MySQLError as error:
-            if error.args[:1] != (1094,):  # it has ended by itself
-                raise
-
-    def _abandon(self):
-        """Closes the socket without a word to the server."""
-        if self._connection:
-            if self._connection._result:  # or PyMySQL would go on reading it
-                self._connection._result.unbuffered_active = False
-            self._connection._force_close()
-            self._connection = None
 
     def _ask(self, work):
         """work(), where an error beside the query is Refused for a user's rights, else EnvError."""
@@ -336,7 +316,7 @@ class MySQL:
             return work()
         except driver().MySQLError as error:
             code, text = (*error.args, "", "")[:2]
-            self._abandon()
+            self.close()
             if code in self.DENIED:
                 raise Refused(f"--mysql-url: {where}: {text}; {REMEDY}") from None
             raise EnvError(f"{where}: {text or error}; see that the server runs and is within reach"

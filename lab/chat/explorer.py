@@ -134,7 +134,7 @@ def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: in
 
 def endpoint_of(run: Run) -> Paid:
     s = run.settings
-    return Paid(run, Endpoint(s.explorer, s.explorer_model, s.explorer_temperature, REPLY))
+    return Paid(run, Endpoint(s.explorer, s.explorer_model, evolve.EXPLORER_TEMPERATURE, REPLY))
 
 
 def reply_to(paid: Paid, what: tuple, text: str, rest: list[dict]) -> str | None:

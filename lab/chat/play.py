@@ -18,13 +18,14 @@ import transformers
 
 import coevolve
 import dpo
+from common.files import run_of
 from common.settings import Refused, parse
 from engine import chat, models, trial
 from engine.machine import Machine
 from engine.sampling import Draw
 from environments import environment, make
 from envs import Environment, episode
-from lab.runfiles import command, config_of, phases_of, run_with, visible, way_of
+from lab.runfiles import command, config_of, phases_of, visible, way_of
 
 ENDS = dict(budget="out of turns", context="out of context", done="done")
 
@@ -131,7 +132,7 @@ def typed(env: Environment, may_be_empty: bool) -> str:
 def agent_of(path: Path) -> tuple[Path, Path]:
     """(run, an agent's folder in it) of that folder, or of the run: its last target agent that is
     there."""
-    run = run_with(path)
+    run = run_of(path)
     agents = [path]
     if (path / "phases.json").exists():
         run = path
@@ -175,10 +176,12 @@ def main(argv: list[str]) -> None:
                        coevolve.Settings, coevolve.METHODS, environment)
     transformers.utils.logging.disable_progress_bar()
     env = make(s.env, s.view, **asdict(options))
-    encoder = Encoder(folder)
+    with models.named("--agent"):
+        encoder = Encoder(folder)
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
-        agent = Agent(folder, config_of(run), encoder, env.stops) if run else None
+        with models.named("--agent"):
+            agent = Agent(folder, config_of(run), encoder, env.stops) if run else None
         say(play(env, encoder, task, s.max_tokens if run else math.inf, agent))
     finally:
         env.close()
