@@ -20,7 +20,9 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     opening = len(env.opening(""))  # turns before an expert's first reply
     kept = []
     dropped = Counter()
-    for task, messages, reward in experts(env, file, s.train_tasks, dropped):
+    total = None if file else len(env.tasks("train")[:s.train_tasks or None])
+    collected = experts(env, file, s.train_tasks, dropped)
+    for task, messages, reward in run.bar(total, collected):
         ids, mask = run.encoder.encode(messages, opening)
         replies = sum(turn["role"] == "assistant" for turn in messages[opening:])
         t = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, reward=reward,

@@ -8,6 +8,7 @@ from pathlib import Path
 from common.files import read_json, remove
 from common.settings import FREE, Refused, has_mark, settings_of
 from engine.code import code_differences
+from engine.words import counted
 
 
 def take(run, branch: str, now: dict) -> dict:
@@ -58,8 +59,9 @@ def take(run, branch: str, now: dict) -> dict:
         copy(source / done, run.folder / done)
         taken[done] = row
     settings = list(others.values())
-    run.say(f"{len(taken)} outputs are taken from {source}, up to {output}; other settings: "
-            f"{', '.join(settings) or 'none'}; other code: {', '.join(code) or 'none'}")
+    run.say(f"{counted(len(taken), 'outputs')} taken from {source}, up to {output}; "
+            f"other settings: {', '.join(settings) or 'none'}; "
+            f"other code: {', '.join(code) or 'none'}")
     if seed:
         run.say(f"what is taken was made with another {seed}; `compare` will not pair this run "
                 "with others of its seed")

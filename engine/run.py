@@ -7,7 +7,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -243,10 +243,11 @@ class Run:
         if self.main:
             tqdm.write(visible(text))
 
-    def bar(self, total: int):
-        """A progress bar of the running phase, where somebody looks at it."""
+    def bar(self, total: int | None, items: Iterable | None = None):
+        """A progress bar of the running phase, where somebody looks at it. It advances over items,
+        if they are given, whose number may be unknown (None)."""
         hidden = None if self.main else True  # None: where the output is no terminal
-        return tqdm(total=total, desc=self.name, leave=False, disable=hidden, delay=2)
+        return tqdm(items, total=total, desc=self.name, leave=False, disable=hidden, delay=2)
 
     # ............................................................................... training
 

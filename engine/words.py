@@ -40,9 +40,9 @@ def phrase(name: str, value, row: dict) -> str:
 
 
 def counted(n: int, name: str) -> str:
-    """Such as "2 pairs", and "1 pair"."""
+    """Returns a number with its noun, such as "2 replies" and "1 reply"."""
     if n == 1:
-        name = name.removesuffix("s")
+        name = f"{name[:-3]}y" if name.endswith("ies") else name.removesuffix("s")
     return f"{n:,} {name.replace('_', ' ')}"
 
 
@@ -70,19 +70,6 @@ def closing(done: dict[str, dict]) -> list[str]:
 def ends_of(rows: list) -> list:
     """The first one and the last, if there are two."""
     return rows if len(rows) == 1 else [rows[0], rows[-1]]
-
-
-def table(done: dict[str, dict]) -> list[str]:
-    """What the phases of a run found, a line each: pairs, exploration, evaluation."""
-    kinds = {"pairs": [], "explored": [], "evaluated": []}
-    for output, row in done.items():
-        if "pairs" in row:
-            kinds["pairs"].append(sentence(output, row))
-        elif "episodes" in row and output.endswith(".jsonl"):
-            kind = "evaluated" if "split" in row else "explored"
-            kinds[kind].append(sentence(output, row))
-    seconds = sum(row["seconds"] for row in done.values())
-    return [*kinds["pairs"], *kinds["explored"], *kinds["evaluated"], f"{seconds:,.0f} s in all"]
 
 
 def visible(text: str) -> str:

@@ -3,7 +3,6 @@
 """
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from common.files import run_of
@@ -29,11 +28,13 @@ def main(argv: list[str]) -> None:
     flags = way_of(trained_in, asked.env) if trained_in else []
     if flags and command.rank() == 0:
         print(f"{asked.model} plays as it was trained, unless told otherwise: {' '.join(flags)}")
-    run = command.main([*flags, *argv], Settings, Run, METHODS, "bash run.sh ENV")
-    if run.main:
-        report.close(run.folder)
-        with suppress(KeyboardInterrupt):
-            print(page.make_page(run.folder))
+    command.main([*flags, *argv], Settings, Run, METHODS, "bash run.sh ENV", finish)
+
+
+def finish(run: Run) -> str:
+    """Writes result.json and the page of a run, and returns a line about the page."""
+    report.close(run.folder)
+    return page.make_page(run.folder)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, ru
         ["Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
          "letter test-0"])]
     monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
-    with pytest.raises(Refused, match="only 1 experts succeed on tasks that are not evaluated"):
+    with pytest.raises(Refused, match="experts on tasks that are not evaluated: 1; give fewer"):
         run("--examples", 2, "--out", tmp_path / "again")
 
 

@@ -7,8 +7,11 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import huggingface_hub
@@ -27,11 +30,15 @@ from common.settings import Refused, parse
 from engine import code, command, experts, models, run, tracking
 from engine import fork as fork_of_run
 from engine.records import write
+from engine.words import counted
 from environments import environment
 from envs import EnvError
+from lab import __main__ as whole_program
+from lab.page import page
 
 KILLED_RUNS = int(os.environ.get("KILLED_RUNS", 1))
 FF = "failure>failure"
+RESUME = ". Fix this and rerun the same command to resume"
 SFT = ("--method", "sft", "--eval-tasks", 1)  # the shortest run
 
 
@@ -617,7 +624,7 @@ def test_a_run_that_is_stopped_says_so_in_a_line(number, status, small_model, tm
     wait_until((out / "experts.jsonl").exists, "the run's first output")
     os.kill(process, number)
     assert ended(process) == status
-    assert said.read_text().splitlines()[-1] == "stopped; the same command goes on from here"
+    assert said.read_text().splitlines()[-1] == "stopped; rerun the same command to resume"
     assert "Traceback" not in said.read_text()
 
 
@@ -638,13 +645,105 @@ def test_an_error_of_the_users_is_a_line_and_a_bug_a_traceback(small_model, tmp_
 
 
 @pytest.mark.parametrize("error, says", [
-    (OSError(28, "No space left on device"), "No space left on device; make room on the disk of"),
+    (OSError(28, "No space left on device"), f"No space left on device; make room on the disk{RESUME}"),
+    # Of the library that writes tokenizers.
+    (Exception("No space left on device (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),
+    (FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
     (torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
-    (EnvError("mysql://me:secret@host is gone"), "mysql://me:***@host is gone. The same command")])
+    (EnvError("mysql://me:secret@host is gone"), "mysql://me:***@host is gone. Fix this and rerun")])
 def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, monkeypatch):
     monkeypatch.setattr(models, "save", fails_with(error))
-    assert says in refusal(toy_run, *SFT)
+    line = refusal(toy_run, *SFT)
+    assert says in line and ("Fix this" in line) == ("Fix this" in says)
+
+
+def test_what_follows_the_last_phase_fails_in_a_line_too(toy_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "make_page", fails_with(OSError(28, "No space left on device")))
+    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
+    assert refusal(toy_run, *SFT).endswith(f"make room on the disk{RESUME}")
+    assert (tmp_path / "run/result.json").exists()
+
+
+def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal(capsys, tmp_path):
+    """With two agents and two splits. What can be pasted works in a folder with spaces."""
+    rows = {f"eval-{i}-{name}-{split}.jsonl": dict(
+        split=split, name=name, episodes=9, reward=0.25 + i / 2, success=i / 4, seconds=50.0)
+        for i in (0, 1) for name in ("target", "failure") for split in ("test", "unseen")}
+    done = SimpleNamespace(folder=Path("my runs/a"), settings=coevolve.Settings(),
+                           done={"iter1/target-agent": dict(seconds=600.4)} | rows)
+    says = command.closing_lines(done, "my runs/a/run.html, 0.4 MB: open it in a browser")
+    assert "\n".join(says).splitlines() == [
+        "", "my runs/a: coevolve on webshop, model tiny, seed 0",
+        "target, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
+        "failure, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
+        "1,000 s in all",  # 8 x 50 + 600.4
+        "my runs/a/run.html, 0.4 MB: open it in a browser",
+        "bash run.sh compare 'my runs/a' OTHER_RUN",
+        "bash run.sh play webshop --agent 'my runs/a'"]
+    assert sum(-(-max(1, len(line)) // 80) for line in "\n".join(says).splitlines()) == 10
+
+
+@pytest.mark.parametrize("n, name, says", [
+    (1, "experts", "1 expert"), (1, "cut_replies", "1 cut reply"), (2, "replies", "2 replies"),
+    (0, "experts", "0 experts"), (1, "not used", "1 not used")])
+def test_a_number_stands_before_its_noun(n, name, says):
+    assert counted(n, name) == says
+
+
+@pytest.mark.parametrize("flags, status", [
+    (("--help", "all"), -signal.SIGPIPE), ((), 128 + signal.SIGPIPE)])
+def test_a_closed_pipe_ends_the_program_without_a_word(flags, status, small_model, tmp_path):
+    """As `| head` closes it; what is written next ends the program."""
+    read, write = os.pipe()
+    os.close(read)
+
+    def to_nobody():
+        sys.stdout = open(write, "w")
+        os.dup2(write, 1)
+        in_toy("--model", small_model, "--out", tmp_path / "run", *flags)
+
+    assert ended(fork(to_nobody, tmp_path / "said")) == status
+    assert (tmp_path / "said").read_text() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_waits_says_for_what_and_can_be_stopped(number, small_model, tmp_path):
+    """A cluster job has left its variables in the environment."""
+    said = tmp_path / "said"
+    process = fork(lambda: in_toy("--model", small_model, "--out", tmp_path / "run"), said, RANK="2",
+                   WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
+    line = "rank 2 of 4 waits for 127.0.0.1:9; WORLD_SIZE and RANK come from the environment\n"
+    wait_until(lambda: said.exists() and line in said.read_text(), "the line about what the rank waits for")
+    os.kill(process, number)
+    assert ended(process) == -number and "Traceback" not in said.read_text()
+
+
+@pytest.mark.parametrize("left", [dict(LOCAL_RANK="3"), dict(WORLD_SIZE="4"), dict(
+    WORLD_SIZE="four", RANK="1")])
+def test_ranks_that_the_environment_does_not_tell_are_refused(left, small_model, tmp_path):
+    said = tmp_path / "said"
+    assert ended(fork(lambda: in_toy("--out", tmp_path / "run"), said, **left)) == 2
+    assert "unset LOCAL_RANK, RANK and WORLD_SIZE" in said.read_text().splitlines()[-1]
+    assert "Traceback" not in said.read_text()
+
+
+def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
+    seen = []  # (output, total, how many tasks it counted)
+
+    class Bar(run.tqdm):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options | dict(disable=False))
+
+        def close(self):
+            seen.append((self.desc, self.total, self.n))
+            super().close()
+
+    monkeypatch.setattr(run, "tqdm", Bar)
+    toy_run(*SFT)
+    assert seen[0] == ("experts.jsonl", 8, 8)
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -668,7 +767,7 @@ def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, mo
     ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
     ("--failure-from TINY --model SMALL", "tiny: its tokenizer or chat template is not that of --model"),
     ("--track abacus", "--track abacus: "),
-    ("--track wandb", "--track wandb: it is not installed; pip install wandb"),
+    ("--track wandb", f"--track wandb: it is not installed; {sys.executable} -m pip install wandb"),
 ])
 def test_a_flag_that_is_wrong_is_named_with_its_remedy(
         flags, says, small_model, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import os
 import re
 import sqlite3
 import struct
+import sys
 import time
 from urllib.parse import unquote, urlsplit
 
@@ -28,7 +29,7 @@ DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer, or a
 REMEDY = "python -m environments.intercodesql.spider makes users that may only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
-INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
+INSTALL = f"{sys.executable} -m pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
 # Texts, names in backticks and comments of a query. Comments that a server obeys are none.
 _BESIDE_CODE = re.compile(r"""

@@ -255,8 +255,8 @@ def examples(run: Run) -> list[dict]:
         if len(conversations) == count:
             break
     if len(conversations) < count:
-        raise Refused(f"--examples {count}: only {len(conversations)} experts succeed on tasks "
-                      "that are not evaluated; lower --examples")
+        raise Refused(f"--examples {count}: expert trajectories that succeed on tasks that "
+                      f"are not evaluated: {len(conversations)}; lower --examples")
     turns = conversations[0]
     for opening, *rest in conversations[1:]:
         turns = [*turns, without_rules(opening, env), *rest]

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 
 from common.files import read_jsonl, write_json
-from engine.words import SHARES
+from engine.words import SHARES, counted
 from environments import environment
 from lab.runfiles import SOLVED, config_of, phases_of, that_found
 
@@ -81,7 +81,7 @@ def tables(run: Path) -> list[Table]:
                       if isinstance(row.get(name), int | float)})
     made = [table_of("Evaluation; reward with its 95% bootstrap interval over tasks", found)]
     made += [table_of(work.replace("_", " "), rows) for work, rows in kinds.items()]
-    made.append(table_of("All phases", [dict(output=f"{len(phases)} phases", **total)]))
+    made.append(table_of("All phases", [dict(output=counted(len(phases), "phases"), **total)]))
     return [table for table in made if table[2]]
 
 
