@@ -1,5 +1,6 @@
 """What the text of a new task must say, and must not hold: an explorer model wrote it, and code
-cannot read. Words are compared, so that these rules err; that costs proposals, no episodes."""
+cannot read. Words are compared, so that these rules err; that costs proposals, no episodes.
+`with_pairs` makes patterns of an episode's actions."""
 
 import json
 import re
@@ -86,3 +87,8 @@ def leaves(value) -> list:
         inside = value.values() if isinstance(value, dict) else value
         return [found for item in inside for found in leaves(item)]
     return [] if value is None or isinstance(value, bool) else [value]
+
+
+def with_pairs(names: list[str]) -> set[str]:
+    """Returns the names of an episode's actions, and "a, b" for each two in a row."""
+    return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
