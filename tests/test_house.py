@@ -19,7 +19,7 @@ MAY["coevolve"] = {*MAY["engine"], "engine"}
 MAY["evolve"] = {*MAY["coevolve"], "coevolve"}
 MAY["lab"] = {*MAY["evolve"], "evolve"}
 # room -> the packages that it may import beside the standard library
-PACKAGES = {"common": set(), "envs": set(), "coevolve": set(), "dpo": {"torch"}, "evolve": {"torch"},
+PACKAGES = {"common": {"filelock"}, "envs": set(), "coevolve": set(), "dpo": {"torch"}, "evolve": {"torch"},
             "engine": {"torch", "transformers", "accelerate", "safetensors", "tqdm"}}
 TENSORS = {"torch", "transformers", "accelerate", "tokenizers", "safetensors"}
 # The classes of engine/ that make a run's numbers.
