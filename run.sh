@@ -166,11 +166,11 @@ export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that spin take others' cores
 program() { exec "$python" -m "$@"; }
 
-# How many GPUs there are, or are asked for by CUDA_VISIBLE_DEVICES.
+# Prints the number of GPUs that torch can use, which CUDA_VISIBLE_DEVICES may limit. Where there is
+# no device of a GPU, torch need not be asked.
 gpus() {
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
-    elif command -v nvidia-smi >/dev/null; then nvidia-smi -L | grep -c ^GPU || true
-    else find /dev/dri -name 'renderD*' 2>/dev/null | grep -c . || true; fi
+    if [ ! -e /dev/nvidia0 ] && [ ! -e /dev/kfd ] && ! command -v nvidia-smi >/dev/null; then echo 0
+    else "$python" -c 'import torch; print(torch.cuda.device_count())'; fi
 }
 
 # The same as a process for each GPU. Where one ends with an error, all end.

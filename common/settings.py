@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,6 @@ from typing import (
     get_origin,
     get_type_hints,
 )
-from urllib.parse import unquote
 
 
 class Refused(ValueError):
@@ -46,12 +45,6 @@ class Limits:
     """What a value has to be, beside its type."""
     holds: Callable  # holds(value, all settings of the run) -> bool
     words: str       # what is said of a value where that is false
-
-
-@dataclass(frozen=True)
-class Password:
-    """Marks an address. A password in it goes to an environment variable, and into no file."""
-    variable: str
 
 
 FREE = "free"        # marks what changes nothing in a run's files but rounding
@@ -120,7 +113,7 @@ class Setting:
     """What a class states of one setting."""
     name: str
     kind: object    # its type, without marks
-    marks: tuple    # Limits, Password, FREE, GROWING
+    marks: tuple    # Limits, FREE, GROWING
     default: object
     heading: str    # of its class
     comment: str
@@ -272,7 +265,7 @@ def parse(
     wrong = faults(stated, given, reads, settings, own)
     if wrong:
         raise Refused("; ".join(wrong))
-    return settings, hide_passwords(own)
+    return settings, own
 
 
 def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
@@ -351,17 +344,6 @@ def faults(stated: dict[str, Setting], given: dict, reads: set[str], settings, o
         if so:
             found.append(f"{flags}: {problem}")
     return found
-
-
-def hide_passwords(options):
-    """The options without passwords in addresses, which are in the environment from here on."""
-    for name, setting in settings_of(type(options)).items():
-        parts = re.fullmatch("(.+?//[^:@]+):([^@/]*)(@.+)", str(getattr(options, name)))
-        for mark in setting.marks:
-            if parts and isinstance(mark, Password):
-                os.environ[mark.variable] = unquote(parts[2])
-                options = replace(options, **{name: parts[1] + parts[3]})
-    return options
 
 
 # ------------------------------------------------------------------------ the settings of a run

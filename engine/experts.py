@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from common.files import read_jsonl
+from common.files import read_jsonl, run_of
 from common.settings import Refused
 from dpo import Trajectory, better
 from engine.records import write
@@ -20,7 +20,9 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     opening = len(env.opening(""))  # turns before an expert's first reply
     kept = []
     dropped = Counter()
-    for task, messages, reward in experts(env, file, s.train_tasks, dropped):
+    total = None if file else len(env.tasks("train")[:s.train_tasks or None])
+    collected = experts(env, file, s.train_tasks, dropped)
+    for task, messages, reward in run.bar(total, collected):
         ids, mask = run.encoder.encode(messages, opening)
         replies = sum(turn["role"] == "assistant" for turn in messages[opening:])
         t = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, reward=reward,
@@ -37,6 +39,10 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     if not kept:
         raise Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
 
+    if len(kept) < dropped.total():
+        run.say(f"{run.name}: warning: {len(kept)} of {len(kept) + dropped.total()} expert "
+                f"trajectories are kept; dropped: {dict(dropped)}; see "
+                f"--expert-min-reward {s.expert_min_reward} and --max-tokens {s.max_tokens}")
     best = best_of_tasks(kept)
     if len(best) < len(kept):
         dropped["not the best of its task"] = len(kept) - len(best)
@@ -68,10 +74,10 @@ def trained_on(model: Path, env: str) -> set[str]:
     """The tasks of an environment on which the run was trained that a model lies in; none, if it
     lies in none."""
     tasks = set()
-    for folder in model.resolve().parents[:2]:
-        if (folder / "phases.json").exists():
-            for file in [*folder.glob("experts.jsonl"), *folder.glob("iter*/tasks.jsonl")]:
-                tasks |= {row["task"] for row in read_jsonl(file)}
+    run = run_of(model)
+    if run:
+        for file in [*run.glob("experts.jsonl"), *run.glob("iter*/tasks.jsonl")]:
+            tasks |= {row["task"] for row in read_jsonl(file)}
     return {task for task in tasks if task.startswith(f"{env}-") and "-added-" not in task}
 
 

@@ -4,6 +4,10 @@ A run has one `Machine`. What `slots_that_fit` and others ask is arithmetic of a
 """
 
 import os
+import signal
+import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,9 +32,6 @@ class MachineSettings:
     tokens_per_forward: Free[Whole] = 0
     # Whether passes and episodes are in bf16; auto is on a GPU, except for tiny [ours]
     bf16: AUTO = "auto"
-    # Whether a model that trains is split over the ranks (FSDP2); auto is if there are several
-    # [ours]
-    shard: Free[AUTO] = "auto"
     # Whether the backward pass computes layers again, which saves memory and takes a quarter more
     # time; auto is on a GPU where memory asks for it [ours]
     gradient_checkpointing: Free[AUTO] = "auto"
@@ -45,19 +46,21 @@ class Machine:
         gpu = torch.cuda.is_available()
         large = gpu and s.model != "tiny"
         self.bf16 = is_on(s.bf16, auto=large)
-        self.accelerator = accelerator_of(gpu, self.bf16)
+        self.patient = None  # a group of ranks that wait where one plays for hours longer
+        with rendezvous():
+            self.accelerator = accelerator_of(gpu, self.bf16)
+            if self.accelerator.num_processes > 1:
+                self.patient = torch.distributed.new_group(backend="gloo",
+                                                           timeout=timedelta(days=7))
         self.device = self.accelerator.device
         self.main = self.accelerator.is_main_process
         self.rank = self.accelerator.process_index
         self.ranks = self.accelerator.num_processes
-        self.shard = self.ranks > 1 and is_on(s.shard, auto=True)
+        self.shard = self.ranks > 1  # a model in training, by FSDP2 [ours]
         self.recompute = s.gradient_checkpointing == "on"
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:
             self.tokens_per_forward = 8192 if gpu else 1024
-        self.patient = None  # a group of ranks that wait where one plays for hours longer
-        if self.ranks > 1:
-            self.patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def plan(self, s: MachineSettings, config, parameters: int, beside: bool) -> None:
         """Decides whether layers are recomputed, and how many cores work; Refused where no card
@@ -88,6 +91,43 @@ class Machine:
         for of_rank in of_ranks:
             gathered += of_rank
         return gathered
+
+
+@contextmanager
+def rendezvous():
+    """The time in which ranks wait for each other to start, which they do in C++ and for up to 30
+    minutes. SIGINT and SIGTERM end this process at once: no handler of Python's would be called.
+
+    Raises:
+        Refused: The ranks do not meet, or the environment does not say who they are.
+    """
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, signal.SIG_DFL)
+                    for number in (signal.SIGINT, signal.SIGTERM)}
+    notice = threading.Timer(3, print_what_a_rank_waits_for)
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if not {"LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}:
+            raise
+        first, *_ = str(error).splitlines()
+        raise Refused(f"the ranks do not meet: {first}; to run one process, unset LOCAL_RANK, RANK "
+                      "and WORLD_SIZE") from error
+    finally:
+        notice.cancel()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def print_what_a_rank_waits_for() -> None:
+    rank, ranks, host, port = (os.environ.get(name) for name in (
+        "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if ranks not in (None, "1"):
+        print(f"rank {rank} of {ranks} waits for {host}:{port}; WORLD_SIZE and RANK come from the "
+              "environment", file=sys.stderr, flush=True)
 
 
 def is_on(setting: str, auto: bool) -> bool:

@@ -119,7 +119,7 @@ class Draw:
     def add(self, reply: Reply, token: int, log_prob: float) -> None:
         """Adds a token to a reply, and finds out whether it is over."""
         if not math.isfinite(log_prob):
-            raise FloatingPointError("logits that are no numbers; lower the learning rate")
+            raise FloatingPointError("logits that are no numbers")
         reply.ids.append(token)
         if self.sampler.temperature > 0:
             reply.log_probs.append(log_prob)

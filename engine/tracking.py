@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -44,7 +45,8 @@ class Tracking:
         except ValueError as error:
             raise Refused(f"--track {name}: {error}") from None
         if not found:
-            raise Refused(f"--track {name}: it is not installed; pip install {name}")
+            raise Refused(f"--track {name}: it is not installed; {sys.executable} -m pip install "
+                          f"{name}")
         self.accelerator.log_with = found
         self.accelerator.project_configuration.set_directories(str(folder))
         folder.mkdir(exist_ok=True)

@@ -3,16 +3,16 @@
 """
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 
+from common.files import run_of
 from common.settings import Parser, flag
 from engine import command, models
 from engine.run import Run
 from lab import smollm2
 from lab.chat.evaluate import is_endpoint
 from lab.page import page, report
-from lab.runfiles import run_with, way_of
+from lab.runfiles import way_of
 from lab.settings import METHODS, Settings
 
 
@@ -24,15 +24,17 @@ def main(argv: list[str]) -> None:
     models.MODELS["smollm2"] = smollm2.base
     if is_endpoint(asked.model):  # in no folder; its run has this tokenizer, and no use for it
         models.MODELS[asked.model] = models.MODELS["tiny"]
-    trained_in = run_with(Path(asked.model).expanduser()) if asked.method == "evaluate" else None
+    trained_in = run_of(Path(asked.model).expanduser()) if asked.method == "evaluate" else None
     flags = way_of(trained_in, asked.env) if trained_in else []
     if flags and command.rank() == 0:
         print(f"{asked.model} plays as it was trained, unless told otherwise: {' '.join(flags)}")
-    run = command.main([*flags, *argv], Settings, Run, METHODS, "bash run.sh ENV")
-    if run.main:
-        report.close(run.folder)
-        with suppress(KeyboardInterrupt):
-            print(page.make_page(run.folder))
+    command.main([*flags, *argv], Settings, Run, METHODS, "bash run.sh ENV", finish)
+
+
+def finish(run: Run) -> str:
+    """Writes result.json and the page of a run, and returns a line about the page."""
+    report.close(run.folder)
+    return page.make_page(run.folder)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from engine.experts import best_of_tasks
 from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
 from engine.run import Run
-from engine.words import phrase
+from engine.words import counted, phrase
 from environments import Options, first_reply
 from environments.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
 from environments.user_files import reading
@@ -52,7 +52,7 @@ def learn(run: Run) -> None:
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played, trains="target")
     kept, made = run.done["experts.jsonl"], run.done["iter1/pairs-target.jsonl"]
     dropped = Counter(kept["dropped"]) + Counter(made["dropped"])
-    run.say(f"{kept['experts']:,} experts, {phrase('pairs', made['pairs'], {})}, "
+    run.say(f"{counted(kept['experts'], 'experts')}, {phrase('pairs', made['pairs'], {})}, "
             f"{phrase('not used', dropped, {})}")
 
     after_sft = once("sft-target", coevolve.train_sft, run.base, experts, name="target")

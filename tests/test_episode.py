@@ -223,7 +223,7 @@ class Hole(Toy):
 
 def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, monkeypatch):
     monkeypatch.setattr(playing, "WAITS", [0.0])
-    with pytest.raises(SystemExit, match="^toy-train-4: the shop is gone; start it again. The same"):
+    with pytest.raises(SystemExit, match="^toy-train-4: the shop is gone; start it again. Fix this"):
         toy_run("--method", "eto", env=Hole)
     run = tmp_path / "run"
     assert (run / "eval-0-target-test.jsonl").exists()

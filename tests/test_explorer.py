@@ -45,11 +45,12 @@ def explore(env, endpoint, tmp_path, monkeypatch):
     """explore(answers, n) -> two episodes of each of n tasks, their proposals, and what both took.
     The first three are the phases of a run, which goes on when it is called again."""
     monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)  # no wait
+    monkeypatch.setattr(evolve, "EXPLORER_EPISODES", 2)
 
     def start(answers, n, guided=True):
         s = Settings(
             env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
-            explorer_model="m", slots=1, explorer_episodes=2, guide="signals" if guided else "random",
+            explorer_model="m", slots=1, guide="signals" if guided else "random",
             out=str(tmp_path / "run"))
         run = Run(s, environments.environment("intercodesql")())
         tasks = env.tasks("train")[:n]
@@ -116,6 +117,7 @@ def test_what_cannot_be_read_is_none_and_costs_itself_alone():
                   '```\n{"a": 1e999}\n```', "```" + " " * 50_000):
         assert explorer.objects(reply) == [None]
     assert explorer.objects("```json\n[]\n```") == []
+    assert explorer.objects(" " * explorer.LONGEST_REPLY + one) == [None]  # parsed up to a limit
     # Two proposals of four in a list: one lacks a quote, the last is cut by the token limit.
     whole = [dict(intent="i", query=f"q{n}", action_sequence=[dict(name="f", query="x")])
              for n in range(4)]

@@ -3,13 +3,16 @@
 import base64
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import zlib
 from html.parser import HTMLParser
 
 import pytest
+from conftest import ROOT
 from test_report import PHASES, evaluation, exploration, trained, trajectory, write_lines, write_run
 
 from common.files import read_jsonl
@@ -189,6 +192,14 @@ def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
     if not script:
         return done.stdout
     return json.loads(html.unescape(re.search(r"<body>(.*)</body>", done.stdout, re.S)[1]))
+
+
+def test_figures_need_no_backend_that_a_notebook_sets():
+    notebook = os.environ | dict(MPLBACKEND="module://matplotlib_inline.backend_inline")
+    code = "from lab.page import figures; print(figures.matplotlib.get_backend().lower())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=notebook, text=True,
+                          capture_output=True)
+    assert done.stdout == "agg\n", done.stderr
 
 
 @needs_browser

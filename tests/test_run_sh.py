@@ -205,6 +205,18 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     assert not run.venv.exists()
 
 
+@pytest.mark.parametrize("device, visible, processes", [
+    (None, 2, 1), ("nvidia0", 0, 1), ("nvidia0", 1, 1), ("nvidia0", 2, 2), ("kfd", 3, 3)])
+def test_there_is_a_process_for_each_gpu_that_torch_can_use(
+        machine, tmp_path, device, visible, processes):
+    """The commas of CUDA_VISIBLE_DEVICES are not counted."""
+    run = machine(python3=f'case "$*" in *device_count*) echo {visible}; exit ;; esac\n{FULL}')
+    if device:
+        (tmp_path / device).touch()
+    done = run("webshop", CUDA_VISIBLE_DEVICES="0,1")
+    assert (done.stdout, done.stderr) == ("ran -m lab --env webshop\n" * processes, "")
+
+
 @pytest.mark.parametrize("there, wheel, index", [
     (["nvidia0"], "for CUDA", None), (["nvidia-smi"], "for CUDA", None),
     (["nvidia0", "kfd"], "for CUDA", None), (["kfd", "6.4.1-83"], "for ROCm 6.4", "rocm6.4"),

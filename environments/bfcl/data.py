@@ -3,6 +3,7 @@
 import ast
 import json
 import random
+import sys
 from collections import Counter, defaultdict
 from functools import lru_cache
 from importlib import import_module
@@ -23,8 +24,8 @@ try:
         travel_booking,
     )
 except ImportError:
-    raise Refused(f"bfcl: the package {PACKAGE} is not here; pip install --no-deps {PACKAGE}"
-                  ) from None
+    raise Refused(f"bfcl: the package {PACKAGE} is not here; {sys.executable} -m pip install "
+                  f"--no-deps {PACKAGE}") from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 SIZES = {"train": 100, "validation": 20, "test": 80}  # of a category's 200 tasks [ours]

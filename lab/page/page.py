@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from common.files import read_jsonl
-from engine.words import headline
+from engine.words import counted, headline
 from environments import first_reply
 from lab.page import figures, report
 from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
@@ -66,7 +66,7 @@ def status_of(run: Path) -> str:
         return "finished"
     phases = phases_of(run)
     last = f", the last {[*phases][-1]}" if phases else ""
-    return f"{len(phases)} phases so far{last}"
+    return f"{counted(len(phases), 'phases')} so far{last}"
 
 
 def allowed(source: str) -> str:
