@@ -298,11 +298,11 @@ def test_a_curriculum(base, changed, i):
     core = changed("a curriculum")
     settings = core.Settings(iterations=2, reference="none", cut_turns=-1)
     run = SimpleNamespace(settings=settings, encoder=None, load=lambda agent: None,
-                          fit=lambda model, out, steps, *_: steps)
+                          fit=lambda model, out, steps, *_: dict(steps=steps))
     played = [base / f"iter1/{name}.jsonl" for name in ("target", "failure")]
     steps = core.train_preferences(
         run, None, "agent", "agent", base / "iter1/pairs-target.jsonl",
-        base / "experts.jsonl", played, "target", "D_tgt", i)
+        base / "experts.jsonl", played, "target", "D_tgt", i)["steps"]
     nearest = defaultdict(float)  # task -> the best reward of a rejected trajectory
     for row in rows(base / "iter1/pairs-target.jsonl"):
         nearest[row["task"]] = max(nearest[row["task"]], row["rejected"]["reward"])
