@@ -13,11 +13,10 @@ The first line of a class's docstring is the heading of its settings in --help.
 import argparse
 import inspect
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,6 @@ from typing import (
     get_origin,
     get_type_hints,
 )
-from urllib.parse import unquote
 
 
 class Refused(ValueError):
@@ -46,12 +44,6 @@ class Limits:
     """What a value has to be, beside its type."""
     holds: Callable  # holds(value, all settings of the run) -> bool
     words: str       # what is said of a value where that is false
-
-
-@dataclass(frozen=True)
-class Password:
-    """Marks an address. A password in it goes to an environment variable, and into no file."""
-    variable: str
 
 
 FREE = "free"        # marks what changes nothing in a run's files but rounding
@@ -121,7 +113,7 @@ class Setting:
     """What a class states of one setting."""
     name: str
     kind: object    # its type, without marks
-    marks: tuple    # Limits, Password, FREE, GROWING
+    marks: tuple    # Limits, FREE, GROWING
     default: object
     heading: str    # of its class
     comment: str
@@ -257,7 +249,7 @@ def parse(
     wrong = faults(stated, given, reads, settings, own)
     if wrong:
         raise Refused("; ".join(wrong))
-    return settings, hide_passwords(own)
+    return settings, own
 
 
 def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
@@ -336,17 +328,6 @@ def faults(stated: dict[str, Setting], given: dict, reads: set[str], settings, o
         if so:
             found.append(f"{flags}: {problem}")
     return found
-
-
-def hide_passwords(options):
-    """The options without passwords in addresses, which are in the environment from here on."""
-    for name, setting in settings_of(type(options)).items():
-        parts = re.fullmatch("(.+?//[^:@]+):([^@/]*)(@.+)", str(getattr(options, name)))
-        for mark in setting.marks:
-            if parts and isinstance(mark, Password):
-                os.environ[mark.variable] = unquote(parts[2])
-                options = replace(options, **{name: parts[1] + parts[3]})
-    return options
 
 
 # ------------------------------------------------------------------------ the settings of a run

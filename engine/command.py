@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from common.settings import Refused, parse
 from engine import words
-from environments import environment, without_passwords
+from environments import environment
 from envs import EnvError
 
 # Errors that are the user's or the machine's, and no bug.
@@ -73,7 +73,7 @@ def say_the_end(run) -> None:
 
 def one_line(error: Exception) -> str | None:
     """What is said of an error that is the user's or the machine's; None: it is a bug."""
-    text = without_passwords(" ".join(str(error).split()))
+    text = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
                 "on; or lower --max-tokens, with another --out")

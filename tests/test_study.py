@@ -256,14 +256,6 @@ def test_a_method_is_given_the_settings_that_it_reads():
     assert study.read_by("eto", ["sft", "eto"], more) == more  # nobody reads --d-fail: it is refused
 
 
-def test_a_study_shows_no_password(begun, tmp_path, capsys):
-    study.make_runs("intercodesql", ["sft"], [3], tmp_path, [
-        "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", str(tmp_path),
-        "--model", "m"], 1)
-    said = capsys.readouterr().out
-    assert "--mysql-url" in said and "canary" not in said and "canary" in begun[0]
-
-
 def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo $*; exit 2")

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.settings import Refused, flag, names_in, parse
-from environments import ENVIRONMENTS, environment, without_passwords
+from environments import ENVIRONMENTS, environment
 from lab.runfiles import command, count
 from lab.settings import METHODS, Settings
 from lab.study.compare import write_report
@@ -63,7 +63,7 @@ def make_runs(
         name = f"{arm}-s{seed}"
         words = [*given[arm], *flags(arm, folder, seed), "--seed", str(seed),
                  "--out", str(folder / name)]
-        print(f"study: {without_passwords(' '.join(words))}", flush=True)
+        print(f"study: {' '.join(words)}", flush=True)
         launch(env, words, folder / f"{name}.log")
         finished(folder)  # refuses runs of different settings
 
