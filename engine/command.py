@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from common.settings import Refused, parse
 from engine import words
-from environments import environment, without_passwords
+from environments import environment
 from envs import EnvError
 
 # Errors that are the user's or the machine's, and no bug.
@@ -102,7 +102,7 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
         error: The error.
         resumes: The error ended a run that the same command resumes, once its cause is gone.
     """
-    text = words.visible(without_passwords(" ".join(str(error).split())))
+    text = words.visible(" ".join(str(error).split()))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         if not resumes:
             return "out of memory; lower --tokens-per-forward, --slots or --max-tokens"

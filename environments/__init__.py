@@ -104,8 +104,3 @@ def is_web_address(text: str) -> bool:
     port = r"(:[1-9]\d{0,4})?"
     path = r"(/[^\s\\?#@]*)?"
     return bool(re.fullmatch(f"https?://{host}{port}{path}", text))
-
-
-def without_passwords(text: str) -> str:
-    """`text`, the passwords of addresses in it replaced by ***."""
-    return re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text)

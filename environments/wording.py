@@ -80,6 +80,11 @@ def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
     return bool(re.search("|".join(forms), text, re.I))
 
 
+def with_pairs(names: list[str]) -> set[str]:
+    """Returns the names, and each two that follow one another, as "a, b"."""
+    return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
+
+
 def leaves(value) -> list:
     """The texts and numbers in a value of JSON."""
     if isinstance(value, (dict, list)):

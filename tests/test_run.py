@@ -651,7 +651,7 @@ def test_an_error_of_the_users_is_a_line_and_a_bug_a_traceback(small_model, tmp_
     (FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
     (torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
-    (EnvError("mysql://me:secret@host is gone"), "mysql://me:***@host is gone. Fix this and rerun")])
+    (EnvError("mysql://host is gone"), "mysql://host is gone. Fix this and rerun")])
 def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, monkeypatch):
     monkeypatch.setattr(models, "save", fails_with(error))
     line = refusal(toy_run, *SFT)

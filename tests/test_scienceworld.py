@@ -173,9 +173,11 @@ TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-
 
 
 def test_a_task_is_the_same_every_time_and_leaves_no_file(env, tmp_path, monkeypatch):
+    """Also with a user whose language has other lower-case letters."""
     monkeypatch.chdir(tmp_path)
     first = [play(env, task, LOOKING_ROUND) for task in TASKS]
     other = ScienceWorld("short")
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=tr -Duser.country=TR")
     other._simulator = science._Simulator()
     assert [play(other, task, LOOKING_ROUND) for task in TASKS[::-1]] == first[::-1]
     other.close()

@@ -512,7 +512,7 @@ def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
     assert "\n" not in str(error.value)
 
 
-ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}"
+ROOT_URL, URL = "mysql://root@127.0.0.1:{}", "mysql://agent@127.0.0.1:{}"
 RUNNING, START = {}, {}  # port -> its process, what starts it again
 
 
@@ -543,6 +543,13 @@ def own(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def password():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MYSQL_PWD", "s3cret")
+        yield
+
+
 @pytest.fixture(scope="module")
 def mariadb(tmp_path_factory, own):
     """The port of a MariaDB with the databases of `own`, d, other and world_1."""
@@ -569,7 +576,7 @@ def mariadb(tmp_path_factory, own):
 
     def answers():
         with suppress(pymysql.MySQLError):
-            databases.connect(ROOT_URL.format(port)).close()
+            databases.connect(ROOT_URL.format(port), password="").close()
             return True
 
     start()
@@ -591,7 +598,7 @@ def mariadb(tmp_path_factory, own):
 
 
 def root_query(port, sql, **options):
-    with databases.connect(ROOT_URL.format(port), **options) as root, root.cursor() as cursor:
+    with databases.connect(ROOT_URL.format(port), password="", **options) as root, root.cursor() as cursor:
         cursor.execute(sql)
         return list(cursor.fetchall())
 
@@ -768,16 +775,19 @@ def test_what_is_no_database_voids_the_episode(says):
         where = f"127.0.0.1:{server.getsockname()[1]}"
         server.close() if says is None else threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(envs.EnvError, match=f"mysql://{where}, database d") as error:
-            databases.MySQL("d", f"mysql://agent:s3cret@{where}")
+            databases.MySQL("d", f"mysql://agent@{where}")
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_who_may_not_is_told_the_remedy(mariadb, tmp_path):
+def test_who_may_not_is_told_the_remedy(mariadb, tmp_path, monkeypatch):
     """Databases that are not loaded, a wrong password, and who may only read but loads."""
-    for name, url in (("elsewhere", URL), ("d", URL.replace("s3cret", "s3cretx"))):
+    for name, password in (("elsewhere", "s3cret"), ("d", "s3cretx")):
+        monkeypatch.setenv("MYSQL_PWD", password)
         with pytest.raises(environments.Refused, match=f"database {name}: .*denied.*intercodesql.spider") as error:
-            databases.MySQL(name, url.format(mariadb))
+            databases.MySQL(name, URL.format(mariadb))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
+    for name in "MYSQL_PWD", "MYSQL_ADMIN_PWD":
+        monkeypatch.setenv(name, "s3cret")
     dump, url = tmp_path / "dump.sql", URL.format(mariadb)
     dump.write_text("USE `d`;\nSELECT 1;\n")
     with pytest.raises(envs.EnvError, match="denied.*may create databases and users"):
@@ -804,7 +814,6 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MYSQL_PWD", "s3cret")
     flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", own, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
              "--max-tokens", 512, "--max-new-tokens", 8, "--out", tmp_path / "run"]
@@ -827,8 +836,8 @@ def test_an_address_with_a_password_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("dump, agent, told", [
-    ("x", "b", "--mysql-url must be"), ("README.md", "mysql://b@h", "README.md: no database in it")])
+    ("x", "b", "--mysql-url must be"), ("x", "mysql://b:s3cret@h", "with the password in MYSQL_PWD"), ("README.md", "mysql://b@h", "README.md: no database in it")])
 def test_load_intercode_refuses_in_one_line(dump, agent, told):
     with pytest.raises(environments.Refused, match=told) as error:
-        spider.main([str(ROOT / dump), "--admin-url", "mysql://a:s3cret@h", "--mysql-url", agent])
-    assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
+        spider.main([str(ROOT / dump), "--admin-url", "mysql://a@h", "--mysql-url", agent])
+    assert "\n" not in str(error.value)

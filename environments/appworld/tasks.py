@@ -12,7 +12,7 @@ from environments import words_of
 from environments.appworld import data
 from environments.appworld.environment import block, code_of
 from environments.appworld.judging import Trace
-from environments.wording import asks, holds_call, holds_code, leaves, tokens
+from environments.wording import asks, holds_call, holds_code, leaves, tokens, with_pairs
 
 DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
@@ -37,7 +37,7 @@ class TaskGenerator:
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Names of the interfaces that the code calls, and of two in a row."""
         names = [name for code in codes(replies) for name in calls_of(code)]
-        return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
+        return with_pairs(names)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Proposals {text, task, solution, template} of an episode: at most one, which asks for

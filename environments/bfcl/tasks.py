@@ -8,7 +8,7 @@ from hashlib import sha256
 from environments import converse, saying, words_of
 from environments.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
 from environments.bfcl.data import CATEGORIES, functions, prose, tasks
-from environments.wording import asks, holds_call, holds_code, leaves, tokens
+from environments.wording import asks, holds_call, holds_code, leaves, tokens, with_pairs
 
 MOST_CALLS = 8  # of a new task [ours]
 
@@ -34,7 +34,7 @@ class TaskGenerator:
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Names of the functions whose calls returned no error, and of two in a row."""
         names = [call["name"] for call, _, _ in made(self.env.find(task)["start"], replies)]
-        return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
+        return with_pairs(names)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Proposals {text, task, solution, template} of an episode: at most two, which ask for what

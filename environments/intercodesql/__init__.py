@@ -3,32 +3,29 @@
 import re
 from dataclasses import dataclass
 from typing import Annotated, Optional
-from urllib.parse import urlsplit
 
 from common.settings import REAL, OldFile, limited
 from environments.eto_protocol import ProtocolOptions
 
-MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as %2F and %40"
+MYSQL_ADDRESS = "mysql://user@host:port, with the password in MYSQL_PWD"
 
 
 def is_mysql_address(text: str) -> bool:
-    """Whether it is mysql://user[:password]@host[:port], with nothing else in it."""
-    match = re.fullmatch(r"mysql://[^:@/\s]+(?::[^@/\s]*)?@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
+    """Returns True for mysql://user@host[:port]."""
+    match = re.fullmatch(r"mysql://[^:@/\s]+@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
     return bool(match) and 0 < int(match[1] or 3306) < 65536
 
 
-# A run's files keep its settings, so the address of a run has no password.
-Address = limited(Optional[str], "must be mysql://user@host:port, with the password in MYSQL_PWD",
-                  lambda text: is_mysql_address(text) and urlsplit(text).password is None)
+Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_address), REAL]
 
 
 @dataclass(frozen=True)
 class Options(ProtocolOptions):
     # folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]
     intercode_data: Annotated[OldFile, REAL] = None
-    # server of InterCode's databases, mysql://user@host:port; the environment variable MYSQL_PWD
-    # has the password [sqlite]
-    mysql_url: Annotated[Address, REAL] = None
+    # server of InterCode's databases, mysql://user@host:port, with the password in MYSQL_PWD
+    # [sqlite]
+    mysql_url: Address = None
 
     presets = {
         "": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A

@@ -4,11 +4,11 @@
 """
 
 import argparse
+import os
 import re
 import sys
 from functools import lru_cache
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from environments import Refused
 from environments.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
@@ -75,8 +75,9 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump and makes, per database, the user that may read it and nothing else,
-    by the name and password of mysql_url; returns the databases. The dump's own CREATE USER (an
-    all-powerful admin/admin) is left out; its tables replace those of the same names."""
+    by the name in mysql_url and the password in MYSQL_PWD; returns the databases. The dump's own
+    CREATE USER (an all-powerful admin/admin) is left out; its tables replace those of the same
+    names."""
     text = re.sub(r"^(CREATE USER|GRANT|FLUSH)\b.*?;", "", dump.read_text(encoding="utf-8"),
                   flags=re.M)
     names = re.findall(r"^USE `(\w+)`;", text, re.M)
@@ -84,7 +85,8 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
         raise Refused(f"{dump}: no database in it; give InterCode's ic_spider_dbs.sql")
     where = databases.server_of(admin_url)
     try:
-        with databases.connect(admin_url, client_flag=1 << 16, read_timeout=600) as server, \
+        with databases.connect(admin_url, password=os.environ.get("MYSQL_ADMIN_PWD", ""),
+                               client_flag=1 << 16, read_timeout=600) as server, \
                 server.cursor() as cursor:  # the flag is MULTI_STATEMENTS
             cursor.execute("SELECT @@lower_case_table_names")
             if cursor.fetchone() == (0,):
@@ -95,7 +97,7 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
             cursor.execute(f"SET foreign_key_checks = 0;\n{text}")
             while cursor.nextset():
                 pass
-            secret = server.escape(databases.password_of(urlsplit(mysql_url)))
+            secret = server.escape(os.environ.get("MYSQL_PWD", ""))
             for name in names:
                 user = server.escape(databases.database_user(mysql_url, name))
                 pattern = name.replace("_", r"\_")  # in a GRANT _ stands for any character
@@ -111,8 +113,10 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("spider", description=__doc__.splitlines()[0])
     parser.add_argument("dump", type=Path, help="ic_spider_dbs.sql")
-    parser.add_argument("--admin-url", required=True, help="mysql://user:password@host:port")
-    parser.add_argument("--mysql-url", required=True, help="as later given for training")
+    parser.add_argument("--admin-url", required=True, help="mysql://user@host:port, with the "
+                        "password in MYSQL_ADMIN_PWD")
+    parser.add_argument("--mysql-url", required=True, help="as later given for training, with the "
+                        "password in MYSQL_PWD")
     asked = parser.parse_args(argv)
     if not (is_mysql_address(asked.admin_url) and is_mysql_address(asked.mysql_url)):
         raise Refused(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from environments import words_of
 from environments.webshop.catalogue import goal_for, goal_key, instruction_of, meets
 from environments.webshop.shop import Page, name_and_argument
+from environments.wording import with_pairs
 
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
 
@@ -52,7 +53,7 @@ class TaskGenerator:
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Kinds of the actions that the shop carried out, and of two in a row."""
         kinds = [done.kind for done in self._carried_out(self.shop.find(task), replies)]
-        return {*kinds, *(f"{a}, {b}" for a, b in zip(kinds, kinds[1:]))}
+        return with_pairs(kinds)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Proposals {text, task, solution} from an episode: none, or the one of its purchase."""
