@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, Optional
 
 import dpo
@@ -199,7 +200,7 @@ def outcomes(trajectories: list[Trajectory], hard: float) -> dict:
     n = len(trajectories)
     replies = sum(t.steps for t in trajectories)
     return dict(episodes=n,
-                reward=sum(t.reward for t in trajectories) / n,
+                reward=fmean(t.reward for t in trajectories),
                 success=sum(not t.is_failure for t in trajectories) / n,
                 hard=sum(t.is_failure and t.reward >= hard for t in trajectories) / n,
                 turns=replies / n,
@@ -246,8 +247,10 @@ def make_pairs(
             pairs += d_tgt(expert, own[task], others[task], s, dropped)
         elif role == "D_fail":
             pairs += d_fail(own[task], others[task], s, dropped)
-        else:
+        elif role == "own":
             pairs += against_expert(expert, usable(own[task], dropped), s, dropped)
+        else:
+            raise ValueError(f"{trains}: make_pairs has no branch for the role {role!r}")
 
     write_pairs(run, out, pairs)
     if dropped and not pairs:
@@ -305,7 +308,7 @@ def train_preferences(
         i: The iteration.
 
     Returns:
-        The number of steps, and the losses of the first and the last.
+        The number of steps, and the losses of the first and the last with their terms.
     """
     s = run.settings
     dropped = Counter()
@@ -321,7 +324,7 @@ def train_preferences(
         for t in dpo.trajectories_of(groups):
             t.reference = 0.0
     else:
-        dpo.add_references(model, groups, run.log_probs, run.tokens_at_once)
+        dpo.add_references(model, groups, run.log_probs, run.fits)
     if reference != agent:
         del model
         model = run.load(agent)

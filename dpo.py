@@ -190,15 +190,16 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
 
 
 # -------------------------------------------------------------------------------------- losses
-# loss(policy, groups) -> the sum over the groups, (), and statistics: kind of pair -> {name: sum}.
-# policy: log pi of all action tokens of the groups, (A,). `train` divides the sum over a batch by
-# size(batch), which makes it a mean: `action_count` for SFT, `pair_count` for Eq. (9).
+# loss(policy, groups) -> sums over the groups, (), by name, and statistics: kind of pair -> {name:
+# sum}. The sum `loss` is trained on; its terms, if it has several, are logged beside it.
+# policy: log pi of all action tokens of the groups, (A,). `train` divides the sums over a batch by
+# size(batch), which makes them means: `action_count` for SFT, `pair_count` for Eq. (9).
 
 
-def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[Tensor, dict]:
+def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Eq. (3)-(5), summed over the groups' trajectories."""
     # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions
-    return -policy.double().sum(), {}
+    return dict(loss=-policy.double().sum()), {}
 
 
 def action_count(groups: list[Group]) -> int:
@@ -226,10 +227,11 @@ def preference_loss(
     lambda_dpo: float = 1.0,
     lambda_sft: float = 0.1,
     log_prob: str = "sum",
-) -> tuple[Tensor, dict]:
+) -> tuple[dict, dict]:
     """Eq. (9), summed over the groups' pairs: weighted DPO plus SFT on the chosen trajectory.
 
-    With lambda_dpo 1 and every sft_weight 0 it is Eq. (7), the failure agent's loss.
+    With lambda_dpo 1 and every sft_weight 0 it is Eq. (7), the failure agent's loss. The sums `dpo`
+    and `sft`, with their lambdas and weights, add up to `loss`.
 
     Args:
         policy: log pi of all action tokens, (A,).
@@ -263,9 +265,11 @@ def preference_loss(
     imitation = -pi[chosen]                                                       # (P,)
     weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
-    loss = lambda_dpo * weight * preference + lambda_sft * sft_weight * imitation  # (P,)
-    return loss.sum(), pair_statistics(pairs, pi[chosen], pi[rejected], rewards[chosen],
-                                       rewards[rejected], margin)
+    dpo = lambda_dpo * weight * preference                                        # (P,)
+    sft = lambda_sft * sft_weight * imitation                                     # (P,)
+    terms = dict(loss=(dpo + sft).sum(), dpo=dpo.sum(), sft=sft.sum())
+    return terms, pair_statistics(pairs, pi[chosen], pi[rejected], rewards[chosen],
+                                  rewards[rejected], margin)
 
 
 def pair_count(groups: list[Group]) -> int:
@@ -324,16 +328,18 @@ def batches(
     return found
 
 
-def micro_batches(groups: list[Group], tokens: int) -> list[list[Group]]:
-    """A batch in parts of at most so many tokens with padding, whose activations are in memory
-    together; a group that has more is a part by itself, and needs that memory. The longest come
-    first, so that those of a part are of like length."""
+def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
+    """Returns True if trajectories have at most `tokens` tokens, padded to the longest one."""
+    return len(trajectories) * max(len(t.ids) for t in trajectories) <= tokens
+
+
+def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
+    """Splits a batch into micro-batches (gradient accumulation), whose activations are in memory
+    together. Their trajectories satisfy `fits`. A group that does not is a micro-batch by itself,
+    and needs that memory. The longest groups come first, so that lengths are similar."""
     parts = []
     for group in sorted(groups, key=longest, reverse=True):
-        rows = len(group.trajectories)
-        if parts:
-            rows += len(trajectories_of(parts[-1]))
-        if not parts or rows * longest(parts[-1][0]) > tokens:
+        if not parts or not fits(trajectories_of([*parts[-1], group])):
             parts.append([])
         parts[-1].append(group)
     return parts
@@ -391,7 +397,7 @@ def train(
     size: Callable,
     log_probs: Callable = token_log_probs,
     max_grad_norm: float = 1.0,
-    tokens: int = 4096,
+    fits: Callable = fits_in_pass,
 ) -> Iterator[dict]:
     """Trains a model in place, one batch a step. It takes a step when it is asked for the next line
     of the log: `for line in dpo.train(...)`.
@@ -406,10 +412,11 @@ def train(
             would weigh pairs unequally.
         log_probs: log_probs(model, trajectories) -> (A,).
         max_grad_norm: What gradients are clipped to.
-        tokens: Whose activations are in memory at once, on all ranks together.
+        fits: fits(trajectories) -> whether their activations fit in memory together.
 
     Yields:
-        {step, loss, lr, norm, kinds}; kinds: kind of pair -> {count, and means over its pairs}.
+        {step, loss and its terms, lr, norm, kinds}; kinds: kind of pair -> {count, and means over
+        its pairs}.
 
     Raises:
         ValueError: Model or trajectories cannot be trained on as they are.
@@ -422,30 +429,31 @@ def train(
             module.padding_idx = None
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
         # The gradient of the batch's loss, part by part.
-        total = 0.0
+        total = Counter()  # loss and its terms
         sums = defaultdict(Counter)
         divisor = size(batch)
-        for groups in micro_batches(batch, tokens):
+        for groups in micro_batches(batch, fits):
             policy = log_probs(model, trajectories_of(groups))                    # (A,)
-            part, statistics = loss(policy, groups)
-            (part / divisor).backward()
-            total += part.item() / divisor
+            terms, statistics = loss(policy, groups)
+            (terms["loss"] / divisor).backward()
+            for name, term in terms.items():
+                total[name] += term.item() / divisor
             for kind, row in statistics.items():
                 sums[kind].update(row)
         # Each rank has the loss of the whole batch, and the gradient of its own passes, times the
         # number of ranks: see `engine.passes`.
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
-        if not math.isfinite(total + norm):
+        if not math.isfinite(total["loss"] + norm):
             tasks = ", ".join(dict.fromkeys(t.task for t in trajectories_of(batch)))
             raise FloatingPointError(
-                f"loss {total}, gradient norm {norm} at step {step} on tasks {tasks}")
+                f"loss {total['loss']}, gradient norm {norm} at step {step} on tasks {tasks}")
 
         for parameters in optimizer.param_groups:
             parameters["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        yield dict(step=step, loss=total, lr=rate, norm=norm, kinds=means(sums))
+        yield dict(step=step, **total, lr=rate, norm=norm, kinds=means(sums))
 
 
 def check_trainable(model, steps: list[list[Group]]) -> None:
@@ -503,7 +511,12 @@ def means(sums: dict[str, Counter]) -> dict:
 
 
 @torch.no_grad()
-def add_references(model, groups: list[Group], log_probs: Callable, tokens: int) -> None:
+def add_references(
+    model,
+    groups: list[Group],
+    log_probs: Callable,
+    fits: Callable = fits_in_pass,
+) -> None:
     """Notes log pi_ref(e|u) of each trajectory of the groups; pi_ref is the model as it is now. In
     bf16 the policy differs from it by rounding before the first step, too.
 
@@ -511,9 +524,9 @@ def add_references(model, groups: list[Group], log_probs: Callable, tokens: int)
         model: pi_ref.
         groups: Whose trajectories get it.
         log_probs: log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
-        tokens: Of trajectories that are run together, on all ranks.
+        fits: fits(trajectories) -> whether they fit in memory together.
     """
-    for some in micro_batches(groups, tokens):
+    for some in micro_batches(groups, fits):
         trajectories = trajectories_of(some)
         per_token = log_probs(model, trajectories)                                # (A,)
         values = action_log_probs(per_token, trajectories).tolist()               # (T,)

@@ -93,7 +93,7 @@ class Environment:
         """
         label = LABEL.search(reply) or re.search("Action:", reply)
         if label:
-            return unmarked(NEXT.split(unmarked(reply[label.end():]))[0])
+            return unmarked(NEXT.split(unmarked(reply[label.end():]), 1)[0])
         return unmarked(reply) if reply.lstrip()[:1] in {*MARKS} else reply
 
     def step(self, reply: str) -> Step:
@@ -166,8 +166,8 @@ NEXT = re.compile(r"\n|(?:Thought|Action|Observation):")
 def unmarked(text: str) -> str:
     """Returns a text without emphasis and quotes around it. If it begins with code marks, returns
     what stands inside them."""
-    code = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?(.*?)(?:\1|$)", text, re.S)
-    inside = code[2] if code else text
+    opening = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?", text)
+    inside = text[opening.end():].split(opening[1], 1)[0] if opening else text
     spaces = "".join(filter(str.isspace, {*inside}))  # of any kind
     return inside.strip(MARKS + spaces)
 

@@ -68,6 +68,27 @@ def whole_lines(file: Path) -> list[dict]:
     return read_jsonl(file)
 
 
+def plain(values: dict) -> dict:
+    """Return values as JSON has them, scalars of numpy and torch as numbers.
+
+    Raises TypeError or ValueError, naming the value, if JSON cannot hold it.
+    """
+    converted = {}
+    for name, value in values.items():
+        try:
+            text = json.dumps(value, allow_nan=False, default=scalar)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+        converted[str(name)] = json.loads(text)
+    return converted
+
+
+def scalar(value):
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"{value!r:.60} is no number, text, list or dictionary")
+
+
 def remove(path: Path) -> None:
     """Deletes a file, a folder or a link, if it is there."""
     if path.is_dir() and not path.is_symlink():
@@ -126,6 +147,8 @@ def known_by(given, agents: dict[Path, str]):
         given = list(given.values())
     if isinstance(given, (list, tuple)):
         return [known_by(part, agents) for part in given]
+    if not isinstance(given, Path):
+        raise TypeError(f"the input {given!r:.60} is no path; give files first, and values by name")
     if given.is_file():
         return bytes_of(given)
     if given in agents:
@@ -135,6 +158,21 @@ def known_by(given, agents: dict[Path, str]):
         if file.is_file():
             found.append([file.name, bytes_of(file)])
     return found or str(given)
+
+
+def files_in(given) -> list[Path]:
+    """Return the files among a phase's inputs, which are those of `known_by`."""
+    if isinstance(given, Path):
+        return [given] if given.is_file() else []
+    files = []
+    for part in given.values() if isinstance(given, dict) else given:
+        files += files_in(part)
+    return files
+
+
+def is_edited(file: Path, row: dict) -> bool:
+    """Return True if a file's content is not what the phase wrote whose record `row` is."""
+    return "hash" in row and file.is_file() and bytes_of(file) != row["hash"]
 
 
 def bytes_of(file: Path) -> str:

@@ -103,12 +103,14 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
         error: The error.
         resumes: The error ended a run that the same command resumes, once its cause is gone.
     """
-    text = without_passwords(" ".join(str(error).split()))
+    text = words.visible(without_passwords(" ".join(str(error).split())))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         if not resumes:
             return "out of memory; lower --tokens-per-forward, --slots or --max-tokens"
-        return ("out of memory; lower --tokens-per-forward or --slots and rerun the command to "
-                "resume, or lower --max-tokens and give another --out")
+        # A task's trajectories stay in one micro-batch, so fewer --tokens-per-forward may not help.
+        return ("out of memory; add --gradient-checkpointing on, or lower --tokens-per-forward or "
+                "--slots, and rerun the same command to resume; or lower --max-tokens and give "
+                "another --out")
     if isinstance(error, RuntimeError) and any(said in text for said in PEER_GONE):
         return f"process {rank()} ends because another one has; its message says why"
     if isinstance(error, FloatingPointError):  # the same command would meet it again

@@ -39,6 +39,10 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     if not kept:
         raise Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
 
+    if len(kept) < dropped.total():
+        run.say(f"{run.name}: warning: {len(kept)} of {len(kept) + dropped.total()} expert "
+                f"trajectories are kept; dropped: {dict(dropped)}; see "
+                f"--expert-min-reward {s.expert_min_reward} and --max-tokens {s.max_tokens}")
     best = best_of_tasks(kept)
     if len(best) < len(kept):
         dropped["not the best of its task"] = len(kept) - len(best)

@@ -65,6 +65,12 @@ def log_probs_in_passes(
     return value + gradient
 
 
+def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bool:
+    """Returns True if trajectories need at most one forward pass on each rank, of at most `tokens`
+    tokens. `deal` never chooses rounds that keep more in a rank's memory than this round."""
+    return len(fill_passes([len(t.ids) for t in trajectories], tokens)) <= ranks
+
+
 def deal(lengths: list[int], tokens: int, ranks: int) -> list[list[Pass]]:
     """Shares trajectories among ranks. In each round every rank runs one pass, and waits for the
     slowest.

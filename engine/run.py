@@ -17,17 +17,27 @@ from tqdm import tqdm
 
 import dpo
 from common import files
-from common.files import hashed, known_by, read_json, write_json
+from common.files import (
+    bytes_of,
+    files_in,
+    hashed,
+    is_edited,
+    known_by,
+    plain,
+    read_json,
+    write_json,
+)
 from common.settings import Refused, check_same
 from dpo import Group, Trajectory
 from engine import fork, machine, models, playing, shared, trial
+from engine.code import code_differences, code_now
 from engine.experts import check_not_trained_on
 from engine.machine import Machine
-from engine.passes import log_probs_in_passes
-from engine.records import named, write
+from engine.passes import fits_in_round, log_probs_in_passes
+from engine.records import check_ids, named, write
 from engine.sampling import Draw
 from engine.tracking import Tracking
-from engine.words import sentence
+from engine.words import sentence, visible
 from environments import make
 
 # How a model is asked with which nothing is wrong, see `engine.trial`.
@@ -52,6 +62,7 @@ class Run:
         self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
         self.name = ""          # the output of the running phase
         self.done = {}          # output -> what is recorded of it
+        self.names = {}         # output -> the names of its trajectories, see `engine.records`
         self.recorded = {}      # the same by an earlier process, until the output is asked for
         self.machine = Machine(s)
         self.main = self.machine.main
@@ -87,6 +98,7 @@ class Run:
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
         if self.main:
+            self.code = code_now()
             check_folder(self.folder)
             # Which stay the same when the run goes on.
             ways = None if config.exists() else self.ways_of_models()
@@ -94,7 +106,7 @@ class Run:
             self.lock = files.lock(self.folder)
             if ways and not config.exists():
                 taken = fork.take(self, s.branch, now) if s.branch else {}
-                write_json(config, dict(settings=now, ways=ways, **taken))
+                write_json(config, dict(settings=now, ways=ways, code=self.code, **taken))
         self.machine.gather([])  # the first may fetch a model for longer than others' patience
         begun = read_json(config)
         if "settings" not in begun:
@@ -113,9 +125,19 @@ class Run:
                          if (self.folder / output).exists()}
         self.machine.wait()
         if self.main:
-            write_json(config, begun | dict(settings=begun["settings"] | now))
+            self.begun = begun  # config.json
+            self.note(settings=begun["settings"] | now)
             write_json(phases, self.recorded)
+            if "code" in begun and begun["code"] != self.code:
+                changed = ", ".join(code_differences(begun["code"], self.code)) or "its commit"
+                self.say(f"{self.folder}: the code has changed since: {changed}")
         self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
+
+    def note(self, **facts) -> None:
+        """Writes facts into config.json, unless it has them."""
+        if self.main and self.begun != self.begun | facts:
+            self.begun |= facts
+            write_json(self.folder / "config.json", self.begun)
 
     def ways_of_models(self) -> dict:
         """How the models of the run have to be asked, see `engine.trial`."""
@@ -131,7 +153,8 @@ class Run:
 
     def once(self, output: str, phase: Callable, *inputs, **parameters) -> Path:
         """Does a phase, unless its output is there and was made alike: by the same phase, with the
-        same parameters, from files of the same bytes and agents made alike.
+        same parameters, from files of the same bytes and agents made alike. An output that was
+        edited since is used as it is, and its record says `edited`.
 
         Args:
             output: The name of the file or folder in the run's folder.
@@ -141,20 +164,41 @@ class Run:
 
         Returns:
             The path of the output.
+
+        Raises:
+            Refused: The output was asked for before; an input is no path; the phase wrote nothing,
+                or returned what JSON cannot hold; an edited input is no file of trajectories.
         """
         path = self.folder / output
         self.name = output
+        who = f"{phase.__name__}, for the output {output}"
+        if output in self.done:
+            raise Refused(f"{who}: this run has made it already, by {self.done[output]['work']}; "
+                          "give each call of once an output of its own")
         agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
-        if commit := models.commit_of(str(self.base)):  # of the hub, where a name's files change
-            agents[self.base] = commit
-        recipe = hashed([phase.__name__, known_by(inputs, agents), parameters, self.fingerprint])
+        with one_line_of(who):
+            values = plain(parameters)
+            if commit := models.commit_of(str(self.base)):  # a hub name's files can change
+                agents[self.base] = commit
+            made_from = known_by(inputs, agents)
+        recipe = hashed([phase.__name__, made_from, values, self.fingerprint])
         row = self.recorded.pop(output, None)
         if row:
             if row["recipe"] == recipe:
+                row.pop("edited", None)
+                if is_edited(path, row):
+                    row["edited"] = True
+                    self.say(f"{output} was edited: it is used as it is, and its recorded numbers "
+                             "are those from before")
                 self.done[output] = row
                 return path
             self.say(f"{output} is made again: what it is made from is another")
 
+        self.note(code=self.code, finished=False)
+        for file in files_in(inputs):
+            name = file.relative_to(self.folder).as_posix() if self.folder in file.parents else ""
+            if name in self.done and is_edited(file, self.done[name]):
+                check_ids(file, self.encoder.rows)
         started = time.perf_counter()
         temporary = path.with_name(f"{path.name}.tmp")
         self.machine.wait()
@@ -164,15 +208,23 @@ class Run:
             files.remove(temporary)
         self.machine.wait()
         numbers = phase(self, temporary, *inputs, **parameters)
+        with one_line_of(who):
+            if not isinstance(numbers, dict):
+                raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
+            numbers = plain(numbers)
+            if self.main and not temporary.exists():
+                raise ValueError("it wrote nothing; write its second argument, a path")
         self.machine.wait()
 
         # The output appears by renaming, so that a run that is stopped leaves none half made.
         seconds = round(time.perf_counter() - started, 1)
-        row = dict(work=phase.__name__, recipe=recipe, **parameters, seconds=seconds) | numbers
+        row = dict(work=phase.__name__, recipe=recipe) | values | dict(seconds=seconds) | numbers
         self.done[output] = row
         if self.main:
             files.remove(path)
             os.replace(temporary, path)
+            if path.is_file():
+                row["hash"] = bytes_of(path)  # from which `is_edited` sees edits
             write_json(self.folder / "phases.json", self.done | self.recorded)
         self.say(sentence(output, row))
         self.tracking.log("phase", output, row)
@@ -184,11 +236,12 @@ class Run:
         that this run has not asked for is forgotten: another loop has made them."""
         if self.main:
             write_json(self.folder / "phases.json", self.done)
+            self.note(finished=True)
             self.lock.release()
 
     def say(self, text: str) -> None:
         if self.main:
-            tqdm.write(text)
+            tqdm.write(visible(text))
 
     def bar(self, total: int | None, items: Iterable | None = None):
         """A progress bar of the running phase, where somebody looks at it. It advances over items,
@@ -217,16 +270,20 @@ class Run:
         """log pi of all action tokens of some trajectories, (A,), in nats; scores: what pi is, as
         in `dpo.token_log_probs`."""
         if self.shares:
-            return shared.log_probs(model, trajectories, self.tokens_at_once, scores)
+            return shared.log_probs(model, trajectories, self.shared_tokens, scores)
         tokens = self.machine.tokens_per_forward if "padded" in self.ways["passes"] else 0
         return log_probs_in_passes(self.machine.accelerator, model, trajectories, tokens, scores)
 
     @property
-    def tokens_at_once(self) -> int:
-        """Tokens whose activations are in memory together, on all ranks."""
+    def shared_tokens(self) -> int:
+        """Tokens of a forward pass with prefix sharing, of which about a quarter is distinct."""
+        return 4 * self.machine.tokens_per_forward
+
+    def fits(self, trajectories: list[Trajectory]) -> bool:
+        """Returns True if the activations of trajectories fit in the memory of all ranks."""
         if self.shares:
-            return 4 * self.machine.tokens_per_forward  # of which about a quarter is distinct
-        return self.machine.tokens_per_forward * self.machine.ranks
+            return dpo.fits_in_pass(trajectories, self.shared_tokens)
+        return fits_in_round(trajectories, self.machine.tokens_per_forward, self.machine.ranks)
 
     def fit(
         self,
@@ -242,12 +299,14 @@ class Run:
         each pair in margins.jsonl. The arguments are those of `dpo.train`; log_probs is the run's,
         unless told otherwise."""
         s = self.settings
+        with one_line_of(self.name):  # what is wrong with trajectories may be an edit
+            dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)
         lines = []
         with self.bar(len(steps)) as progress:
             for line in dpo.train(model, optimizer, steps, rates, loss, size,
                                   log_probs or self.log_probs, s.max_grad_norm,
-                                  self.tokens_at_once):
+                                  self.fits):
                 lines.append(line)
                 self.tracking.log("train", self.name, line)
                 progress.update()
@@ -257,8 +316,11 @@ class Run:
         if margins:
             write(self, out / "margins.jsonl", margins)
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
-        return dict(steps=len(lines), first_loss=lines[0]["loss"], loss=lines[-1]["loss"],
-                    tokens=tokens)
+        losses = {}  # the loss and its terms, in the first step and in the last
+        for name in lines[0]:
+            if name not in ("step", "lr", "norm", "kinds"):
+                losses |= {f"first_{name}": lines[0][name], name: lines[-1][name]}
+        return dict(steps=len(lines), **losses, tokens=tokens)
 
     def keep(self, agent: Path, out: Path) -> dict:
         """Copies an agent that stays as it is, but for the log of what it learned before."""
@@ -388,5 +450,15 @@ def reading(run: Run, agent):
     except Refused as error:
         if run.folder not in Path(agent).parents:
             raise
+        cause = str(error).removeprefix(f"--model {agent}: ")
         raise Refused(f"{agent}: this agent of the run is damaged; delete the folder, and the same "
-                      "command makes it again") from error
+                      f"command makes it again; the cause: {cause}") from error
+
+
+@contextmanager
+def one_line_of(who: str):
+    """Turns errors of what a phase was given or returned into one line that names the phase."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise Refused(f"{who}: {error}") from error

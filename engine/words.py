@@ -6,7 +6,7 @@ from collections import defaultdict
 SHARES = {"success": "solved", "hard": "hard failures", "idle": "idle replies",
           "budget": "out of turns"}
 # What is recorded of a phase beside what it found.
-RECORDS = {"i", "first_rollout", "seconds", "first_loss"}
+RECORDS = {"i", "seconds", "edited"}
 
 
 def sentence(output: str, row: dict) -> str:
@@ -14,10 +14,12 @@ def sentence(output: str, row: dict) -> str:
     "iter1/target.jsonl  400 episodes, reward 0.512, 35% solved, 40% hard failures, ...  1:12"."""
     parts = []
     for name, value in row.items():
-        if name not in RECORDS and isinstance(value, (int, float, dict)):
+        shown = name not in RECORDS and not name.startswith("first_")
+        if shown and isinstance(value, (int, float, dict)):
             parts.append(phrase(name, value, row))
     minutes, seconds = divmod(round(row["seconds"]), 60)
-    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}"
+    edited = "  edited since" if "edited" in row else ""
+    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}{edited}"
 
 
 def phrase(name: str, value, row: dict) -> str:
@@ -30,8 +32,8 @@ def phrase(name: str, value, row: dict) -> str:
         return f"{value:.0%} {SHARES[name]}"
     if name == "turns":
         return f"{value:.1f} turns each"
-    if name == "loss" and "first_loss" in row:
-        return f"loss {row['first_loss']:.3f} -> {value:.3f}"
+    if f"first_{name}" in row:
+        return f"{name} {row[f'first_{name}']:.3f} -> {value:.3f}"
     if isinstance(value, float):
         return f"{name} {value:.3f}"
     return counted(value, name)
@@ -60,10 +62,21 @@ def closing(done: dict[str, dict]) -> list[str]:
     for (agent, split), rows in evaluations.items():
         rewards = " -> ".join(f"{row['reward']:.3f}" for row in ends_of(rows))
         solved = " -> ".join(f"{row['success']:.0%}" for row in ends_of(rows))
-        said[agent].append(f"{split}: reward {rewards}, solved {solved}")
+        edited = ", edited since" if any("edited" in row for row in rows) else ""
+        said[agent].append(f"{split}: reward {rewards}, solved {solved}{edited}")
     return [f"{agent}, {'; '.join(splits)}" for agent, splits in said.items()]
 
 
 def ends_of(rows: list) -> list:
     """The first one and the last, if there are two."""
     return rows if len(rows) == 1 else [rows[0], rows[-1]]
+
+
+def visible(text: str) -> str:
+    """`text` with control characters and others that a terminal may obey escaped, by number."""
+    shown = ""
+    for c in text.replace("\r\n", "\n"):
+        if c == "\t":
+            c = " "
+        shown += c if c.isprintable() or c == "\n" else f"<{ord(c):02X}>"
+    return shown

@@ -11,8 +11,9 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
-from common.files import read_json
+from common.files import is_edited, read_json
 from common.settings import Refused, command_words, flag, settings_of
+from engine.words import visible  # noqa: F401, which commands import from here
 from environments import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
@@ -42,16 +43,6 @@ def command(name: str, work: Callable) -> None:
         sys.exit(2)
 
 
-def visible(text: str) -> str:
-    """`text` with control characters and others that a terminal may obey escaped, by number."""
-    shown = ""
-    for c in text.replace("\r\n", "\n"):
-        if c == "\t":
-            c = " "
-        shown += c if c.isprintable() or c == "\n" else f"<{ord(c):02X}>"
-    return shown
-
-
 def config_of(run: Path) -> dict:
     """config.json of a run; Refused if the folder is not one, as an agent's is none."""
     file = run / "config.json"
@@ -72,14 +63,22 @@ def way_of(run: Path, env: str) -> list[str]:
     return [f"{flag(name)}={settings[name]}" for name in names if settings.get(name) is not None]
 
 
+def is_finished(run: Path) -> bool:
+    return bool(config_of(run).get("finished")) or (run / "result.json").exists()
+
+
 def phases_of(run: Path) -> dict[str, dict]:
-    """phases.json of a run: output -> what is recorded of it, with the iteration `i` of each."""
+    """phases.json of a run: output -> what is recorded of it, with the iteration `i` of each, and
+    `edited` if the file is not what the phase wrote."""
     file = run / "phases.json"
     rows = read_json(file) if file.exists() else {}
     for output, row in rows.items():
         found = re.match(r"iter(\d+)/", output)
         row.setdefault("i", int(found[1]) if found else 0)
         row["output"] = output
+        row.pop("edited", None)
+        if is_edited(run / output, row):
+            row["edited"] = True
     return rows
 
 

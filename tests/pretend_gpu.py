@@ -94,6 +94,8 @@ def run(operation, args, kwargs):
 def held_by(leaf):
     """What an operation on the CPU is given in place of an argument."""
     if isinstance(leaf, OnCard):
+        if leaf.held.dtype != leaf.dtype:  # model.float() sets the dtype of a parameter alone
+            leaf.held = leaf.held.to(leaf.dtype)
         return leaf.held
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 

@@ -60,6 +60,8 @@ TRIES = {
     "to outlive its parent": ("jail.call('prctl', 1, 0, 0, 0, 0)", "not permitted"),
     "to be killed by a limit": ("resource.setrlimit(resource.RLIMIT_CPU, (1, 1))", "not allowed"),
     "what its limits are": ("resource.getrlimit(resource.RLIMIT_CORE)", r"\(0, 0\)"),
+    "a strict mode of its own": ("jail.call('prctl', 22, 1, 0, 0, 0)", "not permitted"),
+    "a filter of its own": ("jail.LIBC.syscall(seccomp, 1, 0, 0), why()", "-1, .*not permitted"),
     "memory as a file": ("jail.call('memfd_create', 'a', 0)", "not permitted"),
     "memory of two": ("jail.call('shmget', 0, 1 << 28, 0o1600)", "not permitted"),
     "a key that stays": ("jail.LIBC.syscall(key, b'user', b'a', b'b', 1, -4), why()", "-1, .*not permitted"),
@@ -82,7 +84,7 @@ import jail
 if os.fork():
     time.sleep(600)
 found, stop = {}, threading.Event()
-key = 248 if os.uname().machine == "x86_64" else 217
+key, seccomp = (248, 317) if os.uname().machine == "x86_64" else (217, 277)
 why = lambda: os.strerror(ctypes.get_errno())
 try:
     if user is not None:
@@ -192,6 +194,11 @@ ENDS = {  # code that ends its process, or does not end -> what is said
     "import resource; resource.setrlimit(0, (1, 1))\nwhile True: pass": "not allowed",
     "send(error='\\ud800' * 9999)": r"\?{500}",
 }
+if os.uname().machine == "x86_64":  # calls by x32's numbers kill all threads, whichever makes them
+    X32 = "import ctypes, threading; bad = lambda call=ctypes.CDLL(None).syscall: call(0x40000027)\n"
+    ENDS |= {f"{X32}bad()": "process has ended",
+             f"{X32}threading.Thread(target=bad).start()\nwhile True: pass": "process has ended",
+             f"{X32}threading.Thread(target=threading.Event().wait).start()\nbad()": "process has ended"}
 
 
 def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):

@@ -145,8 +145,8 @@ def test_advantages_by_hand():
         [0.9 - 0.3, 0.6 - 0.45, 0.0 - 0.75])
     assert baselines.leave_one_out([0.5] * 4) == [0.0] * 4
     one, other, dropped = Trajectory(reward=0.5), Trajectory(reward=1.0), Counter()
-    visits = baselines.with_advantages({"a": [one], "b": [one, other]}, dropped)
-    assert [visit.advantages for visit in visits] == [[-0.5, 0.5]]
+    groups = baselines.make_groups({"a": [one], "b": [one, other]}, dropped)
+    assert [group.advantages for group in groups] == [[-0.5, 0.5]]
     assert dropped == {"the only rollout of its task": 1}
 
 
@@ -168,10 +168,11 @@ def test_the_loss_by_hand():
     def logs(*chances):
         return torch.tensor(chances, dtype=torch.float64).log()
 
-    visit = baselines.Visit([said(0), said(1), said(2), said(1)], advantages=[1.0, 1.0, 1.0, -2.0],
-                            old=logs(.5, .2, .4, .2), ref=logs(.5, .25, .25, .5))
-    loss, _ = baselines.ppo_loss(logs(.5, .25, .25, .25), [visit], clip=0.2, kl=0.1)
-    assert loss.item() == pytest.approx(-(1 + 1.2 + 0.625 - 2.5) + 0.1 * math.log(2) ** 2 / 2)
+    group = baselines.TaskGroup(
+        [said(0), said(1), said(2), said(1)], advantages=[1.0, 1.0, 1.0, -2.0],
+        old_log_probs=logs(.5, .2, .4, .2), ref_log_probs=logs(.5, .25, .25, .5))
+    terms, _ = baselines.ppo_loss(logs(.5, .25, .25, .25), [group], clip=0.2, kl=0.1)
+    assert terms["loss"].item() == pytest.approx(-(1 + 1.2 + 0.625 - 2.5) + 0.1 * math.log(2) ** 2 / 2)
 
 
 class Table(torch.nn.Module):
@@ -198,10 +199,10 @@ def test_a_bandit_is_solved():
         rollouts = {}
         for n in range(4):
             rollouts[n] = [said(token, worth[token].item()) for token in taken[n::4]]
-        visits = baselines.with_advantages(rollouts, Counter())
-        baselines.note_log_probs(visits, "old", policy, dpo.token_log_probs)
-        baselines.note_log_probs(visits, "ref", sft, dpo.token_log_probs)
-        steps = dpo.batches(visits, 1, random.Random(i), 4)
+        groups = baselines.make_groups(rollouts, Counter())
+        baselines.store_log_probs(groups, "old_log_probs", policy, dpo.token_log_probs)
+        baselines.store_log_probs(groups, "ref_log_probs", sft, dpo.token_log_probs)
+        steps = dpo.batches(groups, 1, random.Random(i), 4)
         for _ in dpo.train(policy, dpo.adamw(policy), steps, [0.05] * len(steps), loss,
                            dpo.action_count):
             pass
@@ -214,8 +215,8 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     """It weighs tokens by the distribution that they were drawn from: the old log-probabilities are
     those that the sampler had, but for rounding."""
     seen, loss = [], baselines.ppo_loss
-    monkeypatch.setattr(baselines, "ppo_loss", lambda policy, visits, **how: seen.append(
-        (policy.detach(), visits, how)) or loss(policy, visits, **how))
+    monkeypatch.setattr(baselines, "ppo_loss", lambda policy, groups, **how: seen.append(
+        (policy.detach(), groups, how)) or loss(policy, groups, **how))
     for name, value in dict(EPOCHS=3, BATCH=2, CLIP=0.3, KL=0.01).items():
         monkeypatch.setattr(baselines, f"PPO_{name}", value)
     r = run("ppo", iterations=2, rollouts=4, ppo_lr=1e-2)
@@ -224,10 +225,10 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     assert [row["i"] for row in r.done.values() if row["work"] == "evaluate"] == [0, 1, 2]
     steps = rows(r, "iter1/target-agent/train.jsonl")
     assert len(steps) == 3 * math.ceil(TASKS / 2)
-    for policy, visits, how in seen:
+    for policy, groups, how in seen:
         assert how == dict(clip=0.3, kl=0.01)
-        sampled = torch.tensor([x for t in dpo.trajectories_of(visits) for x in t.log_probs])
-        assert torch.allclose(torch.cat([visit.old for visit in visits]), sampled, atol=1e-4)
+        sampled = torch.tensor([x for t in dpo.trajectories_of(groups) for x in t.log_probs])
+        assert torch.allclose(torch.cat([group.old_log_probs for group in groups]), sampled, atol=1e-4)
     # The first step's ratios are 1 and its divergences 0: its loss is - sum of A over tokens.
     total, tokens = 0.0, 0
     for t in dpo.trajectories_of(seen[0][1]):
@@ -242,13 +243,13 @@ def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, caps
     length = max(len(e["ids"]) for e in rows(sft, "experts.jsonl"))
     r = run("ppo", out="ppo", max_tokens=length, max_new_tokens=3)  # all fill the context
     assert {e["ended"] for e in rows(r, "iter1/target.jsonl")} == {"context"}
-    assert "no two rollouts" in capsys.readouterr().out
+    assert "no two rollouts of a task" in capsys.readouterr().out
     assert apart(r, "sft-target", "iter1/target-agent") == 0
 
 
 @pytest.mark.parametrize("argv, wrong", [
     ("--method rft --temperature 0", "all rollouts of a task would be the same"),
-    ("--method ppo --rollouts 1", "give 2 at least"),
+    ("--method ppo --rollouts 1", "give at least 2"),
     ("--method rft --ppo-lr 0.1", "is not read by --method rft")])
 def test_settings_that_make_no_sense_are_refused(argv, wrong):
     with pytest.raises(Refused, match=wrong):

@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 import shutil
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -16,11 +17,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import ROOT, plain_log_probs
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.files import read_json
 from common.files import read_jsonl as rows
 from lab.page import page, report
+from lab.study.changes import first_difference
 
 FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "engine", "environments")
 # Each agent takes one step, on whole trajectories.
@@ -184,6 +187,52 @@ def test_ipo_and_that_a_branch_takes_what_its_base_made_before(base, fork):
     assert read_json(run / "config.json")["branch"]["settings"] == ["lambda_dpo (1.0 -> 0.005)"]
 
 
+def test_cdpo(base, fork):
+    _, run = fork("cDPO", "iter1/target-agent", until="iter1/failure-agent")
+    first, of_dpo = first_step(run, "failure"), first_step(base, "failure")
+    assert first["loss"] == first["dpo"] == pytest.approx(LN2) and first["sft"] == 0
+    assert first["norm"] / of_dpo["norm"] == pytest.approx(0.8, rel=1e-4)
+    # The report says so: the same loss, another norm.
+    one, other = (first_step(run, "target") for run in (base, run))
+    firsts = [f"first {name} {one[name]:.4g} -> {other[name]:.4g}"
+              for name in ("loss", "dpo", "sft", "norm")]
+    assert first_difference(base, run) == "; ".join(
+        [f"iter1/target-agent: {firsts[0]}", *firsts[1:], "other weights"])
+
+
+def test_lora(fork):
+    pytest.importorskip("peft")
+    _, run = fork("LoRA", "iter1/pairs-failure.jsonl", "--dpo-lr 1e-4 --dpo-epochs 2 "
+                  "--dpo-warmup 0", until="iter1/failure-agent")
+    first, last = rows(run / "iter1/failure-agent/train.jsonl")
+    assert first["loss"] == pytest.approx(LN2) and last["loss"] < LN2
+    assert not [*(run / "iter1/failure-agent").glob("adapter*")]
+    before, after = (load_file(run / agent / "model.safetensors")
+                     for agent in ("sft-failure", "iter1/failure-agent"))
+    assert before.keys() == after.keys()
+    changed = 0
+    for name, weight in before.items():
+        moved = after[name] - weight
+        if "norm" in name or "embed" in name:
+            assert not moved.any(), name
+        elif moved.any():
+            s = torch.linalg.svdvals(moved)
+            assert s[8] < 1e-2 * s[0]  # of rank 8, but for the rounding of the merged weights
+            changed += 1
+    assert changed > 5
+
+
+def test_the_loop_over_three_seeds(tmp_path):
+    loop = re.search(r"^for seed.*?(?=^```)", (ROOT / "docs/changing.md").read_text(), re.S | re.M)
+    said = subprocess.run(["bash", "-c", f'bash() {{ echo "$*"; }}; {loop[0]}'], text=True,
+                          capture_output=True, check=True).stdout.splitlines()
+    assert len(said) == 7
+    arms = [word.split("=") for word in said[-1].split()[2:]]
+    made = [line.split()[line.split().index("--out") + 1] for line in said[:-1]]
+    assert [folder for _, folder in arms] == made
+    assert [name for name, _ in arms] == ["base"] * 3 + ["ipo"] * 3
+
+
 def test_simpo(fork):
     _, run = fork("SimPO", "iter1/pairs-failure.jsonl", until="iter1/failure-agent",
                   flags="--reference none --log-prob mean --beta 2 --beta-later 2")
@@ -214,9 +263,9 @@ def test_infonca(fork):
     for reward, reference in (1.0, -2.0), (0.9, -3.0):
         group.add(core.Trajectory(ids=[0, 0], action_mask=[0, 1], reward=reward))
         group.trajectories[-1].reference = reference
-    loss, _ = core.dpo.infonca_loss(torch.tensor([-1.5, -2.9]), [group], beta=2.0)
+    terms, _ = core.dpo.infonca_loss(torch.tensor([-1.5, -2.9]), [group], beta=2.0)
     p, log_q = 1 / (1 + math.exp(-1)), -math.log(1 + math.exp(-0.8))
-    assert loss.item() == pytest.approx(-p * log_q - (1 - p) * (log_q - 0.8))
+    assert terms["loss"].item() == pytest.approx(-p * log_q - (1 - p) * (log_q - 0.8))
 
 
 def test_weights_by_hardness(base, changed):

@@ -2,6 +2,7 @@
 agent's folder that is evaluated as it is."""
 
 import json
+import re
 
 import pytest
 from conftest import KEY
@@ -121,7 +122,6 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slot
     assert (found["reward"], found["success"], found["episodes"]) == (0.25, 0.25, 4)
     assert (found["requests"], found["prompt_tokens"], found["completion_tokens"]) == (10, 1000, 70)
     assert found["retries"] == found["cut_replies"] == 0 and "refused" not in found
-    
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
@@ -160,26 +160,18 @@ def test_rollouts_are_played_apart_and_their_best_is_reported(endpoint, run):
     assert (found["reward"], found["best"], found["best_success"]) == (5 / 8, 3 / 4, 3 / 4)
 
 
-@pytest.mark.parametrize("full", [
-    "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's maximum context "
-    "length is 2048 tokens", None])
-def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(endpoint, run, full):
-    """Or, without such an answer, where --max-tokens are full: an answer takes 107."""
-    def reply(messages):
-        endpoint.faults = [(400, full, {})] if full and len(messages) == 1 else []
-        return "x"
-
-    endpoint.answer = reply
-    r = run() if full else run("--max-tokens", 107, "--max-new-tokens", 20)
+def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(endpoint, run):
+    endpoint.answer = lambda messages: "x"
+    full = 400, "'max_tokens' is too large: 256. This model's maximum context length is 2048 tokens", {}
+    endpoint.faults = [False, full] * 4
+    r = run()
     assert {(e["ended"], e["steps"], len(e["messages"])) for e in rows_of(r)} == {("context", 1, 3)}
 
 
 def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
-    for why in (
-            "max_tokens is too large: 256. This model's maximum context length is 128 tokens",
-            "max_tokens is too large: 256. This model supports at most 128 completion tokens",
-            "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
-            "the valid range of max_tokens is [1, 128]"):
+    for why in ("max_tokens is too large: 256. This model supports at most 128 completion tokens",
+                "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
+                "the valid range of max_tokens is [1, 128]"):
         endpoint.faults = [(400, why, {})]
         with pytest.raises(Refused, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
             run()
@@ -203,7 +195,7 @@ def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, c
     endpoint.faults = said[2:]
     r = run()
     assert numbers_of(r)["cut_prompts"] == 4 * cut and [e["steps"] for e in rows_of(r)] == [3] * 4
-    assert bool(cut) <= capsys.readouterr().err.count("leaves some out") <= 2 * cut
+    assert bool(cut) <= capsys.readouterr().err.count("server truncates it") <= 2 * cut
 
 
 # -------------------------------------------------------------------- stopped, refused, changed
@@ -296,9 +288,7 @@ PASSING = [  # what may be gone in a moment, as a fault of the endpoint's or in 
     None, "cut", (503, "no", {}), (200, "half a", {}), (200, "[" * 100_000, {}), (200, '{"choices": []}', {}),
     (200, '{"error": "we are sorry"}', {}), answer(content=HALF, finish_reason="abort"),
     answer(content=HALF, error=dict(message="late", code=502)), answer(content=dict(text=HALF)),
-    answer(content="", finish_reason="network_error"), answer(content=HALF, finish_reason="failed"),
-    answer(content="", finish_reason="insufficient_system_resource"),
-    (200, json.dumps(dict(error=dict(message="late"), choices=[dict(message=dict(content="x"))])), {}),
+    answer(content="", finish_reason="network_error"),
     choice(finish_reason="stop", error="overloaded", message=dict(content=HALF)),
     choice(finish_reason="stop", message=None), choice(finish_reason="stop", text=HALF)]
 
@@ -315,7 +305,7 @@ def test_what_does_not_pass_is_one_line_without_the_key(call):
     for fault, message in [
             ((401, f"Incorrect API key: {KEY}", {}), "status 401: Incorrect API key: ***"),
             ((302, "", {"Location": "http://elsewhere"}), "status 302"),
-            ((200, "x" * 1_000_001, {}), "an answer is longer than 1,000,000 bytes"),
+            ((200, "x" * 1_000_001, {}), "the response is longer than 1,000,000 bytes"),
             ((401, "x" * 190 + KEY, {}), "status 401: xxx"), ((400, "a\nb", {}), "status 400: a b")]:
         error, _ = call(fault)
         assert isinstance(error, EndpointError) and message in str(error) and call.tries == 1
@@ -324,10 +314,8 @@ def test_what_does_not_pass_is_one_line_without_the_key(call):
 
 REFUSED = [
     answer(content=None, finish_reason="content_filter"), answer(content=HALF, finish_reason="content_filter"),
-    answer(content="", finish_reason="content_filter: PROHIBITED_CONTENT"), answer(content=HALF, finish_reason="SPII"),
-    answer(content=None, finish_reason="SAFETY"), answer(content=None, refusal="I cannot help with that"),
+    answer(content=None, refusal="I cannot help with that"),
     answer(content=[dict(type="refusal", refusal="no")]), answer(content=None, finish_reason="OTHER"),
-    answer(content=None, finish_reason="MALFORMED_FUNCTION_CALL"),
     (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (403, "flagged", {}), (451, "no", {}),
     answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))], finish_reason="tool_calls"),
     answer(content=None, function_call=dict(name="ls"))]
@@ -351,7 +339,7 @@ def test_what_is_no_reply_is_a_refused_task_whatever_says_so(call):
 
 def test_thoughts_alone_and_empty_replies_are_counted_and_told(endpoint, run, capsys):
     endpoint.faults = [ONLY_THOUGHTS[0]]
-    with pytest.raises(envs.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
+    with pytest.raises(envs.EnvError, match="^guess-test-0: .*reasoning.*--max-new-tokens"):
         run()
     endpoint.faults = [ONLY_THOUGHTS[0], answer(content=None), answer(content=" \n"), False, ONLY_THOUGHTS[0]]
     r = run("--refused", "zero")
@@ -387,58 +375,49 @@ def test_replies_with_something_beside_them_are_replies(call):
 
 # ------------------------------------------------------------------------ thoughts and end tokens
 
-# What a server says, and what of it is the reply; None: only thoughts.
+# What a server sends, and the reply in it; None: there is only reasoning.
 DRAFT = "```python\napis.pay()\n```"
 CODE = "```python\nprint(1 < 2)\n```"
 ANALYSIS = "<|channel|>analysis<|message|>Action: submit"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 THOUGHTS = [
-    ("<think>The Observation: says so. Action: submit</think>\nc", "c"),
     ("The Observation: says so. Action: submit</think>\n\nc", "c"),
     (f"<think>First {DRAFT}</think>\n{CODE}", CODE), (f"First {DRAFT} </think>{CODE}", CODE),
-    ('<think>[{"query": "draft"}]</think>[{"query": "q"}]', '[{"query": "q"}]'),
     *((f"<{name}>a\nb</{name}>c", "c") for name in (
-        "thinking", "Think", "THOUGHT", "reasoning", "seed:think", "antThinking", "reasoning_step",
-        "inner_monologue", "scratchpad", "analysis", "reflection", "think-step")),
+        "think", "thinking", "THOUGHT", "reasoning_step", "reflection", "seed:think", "antThinking")),
     *((f"{opens}a Action: submit{closes}c", "c") for opens, closes in (
         ("[THINK]", "[/THINK]"), ("[thought]", "[/thought]"), ("◁think▷", "◁/think▷"),
-        ("<|thinking|>", "<|/thinking|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"), ("<｜think｜>", "<｜/think｜>"),
         ("<|begin_of_thought|>", "<|end_of_thought|>\n<|begin_of_solution|>"),
         ("<|channel>thought\n", "<channel|>"), ('<think lang="en" n=1>', "</think>"),
         (" \n<think >", "</think >"), ("", "[/THINK]"), ("", "<|END_THINKING|>"),
         ("<thinking>", "</think>"), ('A 5" mug', "</think>"))),
-    ('It is 5" wide.</think>search[5" mug]', 'search[5" mug]'),
+    ('\\"<think>a</think>c"', '\\"c"'),  # an escaped quote opens no string
     ("<think></think>c", "c"), ("<think/>c", "c"), ("<think>a</think><think>b</think>c", "c"),
-    ("<think>a</think>\n<reasoning>b</reasoning>\nc", "c"),
     ("<think>a <think>b</think> Action: submit</think>c", "c"),
     ("<think>a <reasoning>b</reasoning> Action: submit</think>c", "c"),
-    ("Sure. <think>Action: submit</think>c", "Sure. c"), ("c\n<think>Action: submit</think>", "c"),
-    ("c\n<think>Action: submit", "c"),
-    (f"{ANALYSIS}<|end|>{FINAL}c<|return|>", "c"), (f"{ANALYSIS}{FINAL}c", "c"),
-    (f"{ANALYSIS}<|end|>{ANALYSIS}<|end|>{FINAL}c", "c"), (f"{FINAL}c<|return|>", "c"),
-    (f"Action: submit<|end|>{FINAL}c", "c"), ("<|channel|>final<|message|>c", "c"),
-    ("<|channel|>final <|constrain|>json<|message|>c", "c"),
+    ("Sure. <think>Action: submit</think>c", "Sure. c"), ("c\n<think>Action: submit", "c"),
+    (f"{ANALYSIS}<|end|>{ANALYSIS}<|end|>{FINAL}c<|return|>", "c"), (f"{ANALYSIS}{FINAL}c", "c"),
+    (f"Action: submit<|end|>{FINAL}c", "c"), ("<|channel|>final <|constrain|>json<|message|>c", "c"),
     ("analysisAction: submit.assistantfinalc", "c"),
     *((f"c{end}", "c") for end in (
-        "<|im_end|>", "<|eot_id|>", "</s>", "<|return|>", "<|end|>\n", "<|endoftext|>", "<eos>",
-        "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|im_end|><|endoftext|>", "<|END_RESPONSE|>",
-        "<|im_end|>\n<|im_start|>user\nd", "<|eot_id|><|start_header_id|>user<|end_header_id|>\nd")),
-    ("<|im_start|>assistant\nc<|im_end|>", "c"), ("<think>a</think>c<|im_end|>", "c"),
-    ("<think>a<|im_end|></think>c", "c"), ("</s>", ""), ("<|im_end|>", ""),
-    *((said, None) for said in (
-        "<think>Action: submit", "<think>Action: submit</think>\n", "Action: submit</think>",
-        "[THINK]Action: submit", "<think>a <reasoning>b</reasoning> Action: submit", ANALYSIS,
-        f"{ANALYSIS}<|end|>", f"{ANALYSIS}<|end|>{FINAL}", "<think>a</think><think>Action: submit",
+        "</s>", "<eos>", "<end_of_turn>", "<turn|>", "[EOS]", "[EOT]", "[END]", "[/INST]", "<|never_seen|>\n",
+        "<｜end▁of▁sentence｜>", "<|im_end|>\n<|im_start|>user\nd", "<|im_start|>assistant\nd")),
+    *((f"{start}c<|im_end|>", "c") for start in (
+        "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|assistant|>")),
+    ("<think>a<|im_end|></think>c", "c"), ("</s>", ""), ("<|im_start|>user\nd", ""),
+    *((text, None) for text in (
+        "<think>Action: submit</think>\n", "Action: submit</think>", "[THINK]Action: submit",
+        "<think>a <reasoning>b</reasoning> Action: submit", f"{ANALYSIS}<|end|>{FINAL}",
         "<thinking hard=yes>Action: submit"))]
 # What stays as it is: marks that an agent writes of.
-PLAIN = ["click[<b>Buy</b> now]", "<b>bold</b>", "SELECT a FROM t WHERE b < 3 AND c > 2",
-         "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
+PLAIN = ["click[<b>Buy</b> now]", "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
          "click[thoughts]", "click[big [THINK] poster]", "SELECT * FROM t WHERE a = '</think>'",
          'print("<think>")', "SELECT 'I <think> so'", "x = [reason]\nprint(x)", "<s>10</s> 8",
          '{"text": "say \\"<think>\\" to <|im_end|>"}', "`</think>` ends it", " c \n",
          '<tool_call>\n{"name": "think"}\n</tool_call>', "click[a </think> b]",
          "Thought: I think so.\nAction: c", "I don't think it's <i>it</i>", "print('a<|im_end|>b')",
-         'print(f"<think>{a}")', 'The page says "Price <b>5</b> </think>": click[Buy Now]']
+         "click[END]", "if a<|b: pass", 'print(f"<think>{a}")', 'The page says "Price <b>5</b> </think>": click[Buy Now]']
 
 
 def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call):
@@ -454,39 +433,124 @@ def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call):
 
 # ------------------------------------------------------------------------- lengths and parameters
 
-# As providers say it; several were read in public reports.
-TOO_LONG = [
-    "The input token count (1300000) exceeds the maximum number of tokens allowed (1048575).",
+TOO_LONG = [  # as providers write it, one for each part of the pattern; several are from public reports
     "This model's maximum context length is 4096 tokens. However, you requested 5048 tokens",
-    "Your input exceeds the context window of this model", '{"code": "context_length_exceeded"}',
-    "prompt is too long: 209303 tokens > 200000 maximum",
     "This model's maximum prompt length is 131072 but the request contains 537812 tokens",
     "Please reduce the length of the messages or completion. Current length is 9 while limit is 8",
-    "The input (516368 tokens) is longer than the model's context length (262144 tokens).",
-    "the request exceeds the available context size, try increasing it",
-    "Your request exceeded model token limit: 256000 (requested: 300000)",
-    "Prompt contains 200000 tokens, too large for model with 131072 maximum",
+    "the request exceeds the available context size, try increasing it", "Prompt exceeds max length",
     "too many tokens: total number of tokens in the prompt cannot exceed 4081",
-    "length of prompt_tokens (163280) must be less than max_seq_len (32768).",
     "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000",
     "Range of input length should be [1, 30720]", "Input is too long for requested model.",
-    '{"type": "request_too_large", "message": "Request exceeds the maximum size"}',
     "the input token count is 105 but model only supports up to 100. Reduce the input token count",
-    "Input validation error: `inputs` must have less than 1024 tokens. Given: 3000",
-    "max_tokens must be at least 1, got -204.", "prompt length 50 is greater than max_seq_len 40",
-    "input is too large to process. increase the physical batch size", "Prompt exceeds max length",
-    "Conversation is too long for this model", "exceeds the maximum number of tokens",
-    "max input limit reached: prompt of 5000 tokens over the limit"]
+    "max_tokens must be at least 1, got -204.", "Invalid 'messages[1].content': string too long",
+    '{"code": "context_length_exceeded"}', "{'type': 'exceed_context_size_error', 'code': None}"]
 NOT_LONG = [  # (status, text, tries)
     (413, "Request too large for m on tokens per minute (TPM): Limit 6000, Requested 6627", 1),
-    (400, "Request exceeds your rate limit of 10000 tokens per minute", 1),
     (400, "Token quota exceeded", 1), (400, "Request contains an image too large to process", 1),
     (400, "Unknown parameter: 'context_window'.", 1), (400, "request header too long", 1),
-    (400, "Unrecognized request argument supplied: context_length", 1),
     (400, "prompt must be at least 1 token long", 1), (400, "'aa' is too long - 'messages.1.name'", 1),
     (429, "Throttling error: Too many tokens, please wait before trying again.", 8),
-    (503, "The request queue is too long", 8), (504, "upstream request took too long", 8),
-    (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
+    (503, "The request queue is too long", 8), (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
+
+
+QUOTE = "message is longer than the maximum, and temperature should only be 1"
+JUDGED = [  # (the body of an error, ContextFull or NotAnswered): code, then type, param, message
+    (dict(message=QUOTE, code="content_filter", param="prompt"), NotAnswered),
+    (dict(message=QUOTE, code=400, innererror=dict(code="ResponsibleAIPolicyViolation")), NotAnswered),
+    (dict(message=QUOTE, type="content_policy_violation", code=None), NotAnswered),
+    (dict(message=QUOTE, code="insufficient_quota"), NotAnswered),
+    (dict(message="no", code="context_length_exceeded"), ContextFull),
+    (dict(message="no", code="400", type="exceed_context_size_error"), ContextFull),
+    (dict(message=QUOTE, param="user"), NotAnswered), (dict(message=f"Our policy: {QUOTE}"), NotAnswered),
+    *((dict(message=f"We reject {opens}{QUOTE}{closes}!", type="BadRequestError", code=400), NotAnswered)
+      for opens, closes in ('""', "''", "``", "“”", "‘’", "«»", ("```\n", "\n```"), ("'I don't say ", "'"),
+                            ('"', ""))),
+    (dict(message="Bad: " + json.dumps([dict(role="user", content=QUOTE)])), NotAnswered),
+    (dict(message=f"Bad: {[dict(role='user', content=QUOTE)]}"), NotAnswered),
+    (dict(detail=[dict(loc=["body", "messages", 0], msg="no text", input=QUOTE)]), NotAnswered),
+    *((dict(message=f"XException - {nested}. Fallbacks=None", code="400"), kind)  # as proxies forward it
+      for body, kind in ((dict(message="the prompt is too long", code=400), ContextFull),
+                         (dict(message=QUOTE, code="content_filter"), NotAnswered))
+      for nested in (json.dumps(dict(error=body)), dict(error=body), f"b'{json.dumps(dict(error=body))}'")),
+    (dict(metadata=dict(raw='{"error": {"message": "the prompt is too long"}}')), ContextFull)]
+
+
+def test_an_error_that_quotes_the_prompt_is_judged_by_its_code_first(call):
+    for body, kind in JUDGED:
+        for text in (json.dumps(body), json.dumps(dict(error=body)), json.dumps([dict(error=body)])):
+            assert type(call((400, text, {}))[0]) is kind and call.tries == 1, body
+    for status in 200, 500:  # a filter never passes
+        for text in dict(error=JUDGED[0][0]), dict(choices=[dict(error=JUDGED[0][0])]):
+            assert type(call((status, json.dumps(text), {}))[0]) is NotAnswered and call.tries == 1
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_request_that_is_refused_in_any_turn_is_handled_by_refused(endpoint, run, turn):
+    refusal = 400, json.dumps(dict(error=JUDGED[0][0])), {}
+    endpoint.answer = lambda messages: "x"
+    endpoint.faults = [False] * turn + [refusal]
+    with pytest.raises(envs.EnvError, match="^guess-test-0: .*--refused zero"):
+        run()
+    endpoint.faults = [refusal]
+    r = run("--refused", "zero")
+    assert [(e["ended"], e["steps"]) for e in rows_of(r)] == [("refused", turn), *[("budget", 3)] * 3]
+    assert numbers_of(r)["refused"] == 1
+
+
+DETAILS = "completion_tokens_details"
+
+
+@pytest.mark.parametrize("content, usage, tokens", [  # what the conversation "Guess. ..." takes, by hand
+    ("c", dict(prompt_tokens=100, completion_tokens=4000, **{DETAILS: dict(reasoning_tokens=3990)}), 110),
+    ("c", dict(prompt_tokens=100, completion_tokens=4000, **{DETAILS: dict(reasoning_tokens="3990")}), 110),
+    ("c", dict(prompt_tokens=100, completion_tokens=4000, reasoning_tokens=3990), 110),
+    *(("<think>so</think>Action: c", dict(prompt_tokens=100, completion_tokens=4000, **{DETAILS: details}), 103)
+      for details in (None, {}, "?", [], dict(reasoning_tokens=None), dict(reasoning_tokens=0))),  # 9 bytes
+    ("Action: c", dict(prompt_tokens=100, completion_tokens=4000), 103),  # hidden: 4000 tokens of 9 bytes
+    ("Action: c", dict(prompt_tokens=100, completion_tokens=7), 107),
+    ("Action: c", dict(prompt_tokens=100, completion_tokens=9, **{DETAILS: dict(reasoning_tokens=99)}), 103),
+    *(("Action: c", usage, 1 + 3) for usage in (  # of "?" and "Action: c"
+        None, {}, "?", dict(prompt_tokens=0, completion_tokens=0), dict(prompt_tokens="x", completion_tokens=None)))])
+def test_reasoning_is_no_part_of_a_conversation_and_zero_usage_is_estimated(call, content, usage, tokens):
+    _, used = call(answer(content=content, usage=usage))
+    assert used["context_tokens"] == tokens and call.tries == 1
+    assert used["unreported"] == (tokens == 4)
+
+
+@pytest.mark.parametrize("usage", [
+    None, dict(prompt_tokens=0, completion_tokens=0), dict(prompt_tokens=95, completion_tokens=4000)])
+def test_max_tokens_end_an_episode_by_what_the_messages_take(endpoint, run, tmp_path, usage):
+    """A reply of 400 bytes is estimated as 100 tokens, and one of 1 byte as 1."""
+    for size, end in (400, ("context", 1)), (1, ("budget", 3)):
+        endpoint.faults = [answer(content="x" * size, usage=usage, reasoning="so")] * 99
+        r = run("--max-tokens", 100, "--max-new-tokens", 50, "--out", tmp_path / str(size))
+        assert {(e["ended"], e["steps"]) for e in rows_of(r)} == {end}
+
+
+class Steps:
+    """A pattern that counts the characters that its searches pass."""
+
+    def __init__(self, pattern):
+        self.pattern, self.count = pattern, 0
+
+    def search(self, text, at=0):
+        match = self.pattern.search(text, at)
+        self.count += (match.end() if match else len(text)) - at
+        return match
+
+
+def test_a_reply_is_read_in_linear_time(monkeypatch):
+    """Each search begins where the last one ended, and the patterns of tags have no unbounded repeat."""
+    for mark in ("[", "<think>", "[think]", " [THINK]", "</think>", "<|im_start|>", "<|channel|>", '"\\', "'a ",
+                 "[[a]", "<think a='b' ", "<|channel|>final<|message|>", "[reason]</think>", "`", "<s>"):
+        steps = Steps(endpoints.MARKS)
+        text = mark * (20_000 // len(mark))
+        with monkeypatch.context() as patch:
+            patch.setattr(endpoints, "MARKS", steps)
+            endpoints.reply_in(text)
+        assert steps.count <= len(text), mark
+    for pattern in endpoints.TAG, endpoints.FINAL:
+        assert not re.findall(r"(?<!\\)[*+]", pattern.replace("(?:\\|[^", ""))
 
 
 def test_too_long_is_too_long_in_the_words_of_any_provider(call):
@@ -507,14 +571,11 @@ RENAMED = "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' i
 FIELDS = [  # (refusals, the fields that are sent after them)
     *(([text], "max_tokens") for text in (
         "Unsupported value: 'temperature' does not support 0 with this model.",
-        "`temperature` is deprecated for this model.", "incompatible request argument: temperature",
-        "Unsupported parameter: temperature", "unknown field: `temperature`",
+        "`temperature` is deprecated for this model.",
         '{"detail": [{"type": "extra_forbidden", "loc": ["body", "temperature"], "msg": "Extra inputs '
         'are not permitted", "input": 0}]}',
         '{"error": {"message": "Unsupported parameter", "param": "temperature"}}',
-        "temperature and top_p cannot both be given", "`temperature` must be strictly positive",
         "temperature: Input should be less than or equal to 1")),
-    (["max_tokens: Extra inputs are not permitted"], "temperature"),
     (["Unrecognized request argument supplied: max_tokens"], "temperature"),
     (["unexpected: temperature", "model m does not accept max_tokens"], ""),
     ([RENAMED], "temperature max_completion_tokens"),
@@ -532,8 +593,8 @@ def test_a_field_that_is_refused_by_name_is_left_out_from_then_on(endpoint, call
             bodies = [set(body) - {"model", "messages"} for _, _, body in endpoint.seen]
             assert bodies[-2:] == [set(sent.split())] * 2 and len(bodies) == len(texts) + 2, texts
             said = capsys.readouterr().err
-            assert said.count("its own is used") == 2 - len(bodies[-1]), texts
-            assert ("no temperature" in said) == ("temperature" not in sent), texts
+            assert said.count("its own default is used") == 2 - len(bodies[-1]), texts
+            assert ("refuses temperature" in said) == ("temperature" not in sent), texts
     for text in ("unknown field: 'foo'", "Extra inputs are not permitted: stream", "m is not supported",
                  "this text about temperature is against our policy", "max_tokens_a_day is not supported"):
         assert text in str(call((400, text, {}))[0]) and call.tries == 1
@@ -626,8 +687,8 @@ def test_what_does_not_go_together_is_refused():
             ("--method grpo --step-rollouts 1", "--step-rollouts 1: must be at least 2"),
             ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),
             ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
-            ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
-            ("--model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
+            ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and --method chat"),
+            ("--model http://a:b/v1 --model-name m", "needs --method chat, and --method chat"),
             ("--model http://a/v1", "--model-name: give the model's name"),
             ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")]:
         with pytest.raises(Refused, match=says):

@@ -18,7 +18,7 @@ import dpo
 from common.files import read_jsonl
 from engine import command, models, playing, run
 from engine.chat import Encoder
-from engine.passes import log_probs_in_passes
+from engine.passes import fits_in_round, log_probs_in_passes
 from envs import EnvError
 
 
@@ -33,7 +33,12 @@ def train(accelerator, folder, shard):
         model.tie_weights()
         model.save_pretrained(folder / "base")
     accelerator.wait_for_everyone()
+    if shard:  # as on GPUs
+        prepare = models.prepare
+        models.prepare = lambda model, recompute: (models.fuse_norms(model), prepare(model, recompute))
     model = models.load(accelerator, folder / "base", recompute=shard, shard=shard)
+    norms = sum(isinstance(module, models.FusedRMSNorm) for module in model.modules())
+    assert norms == (4 * 2 + 1 if shard else 0)  # two layers of Qwen3
     assert isinstance(model, FSDPModule) == shard
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert len(reads) == (accelerator.is_main_process or not shard)  # one reads for all
@@ -41,11 +46,12 @@ def train(accelerator, folder, shard):
         held = sum(p.to_local().numel() for p in model.parameters())
         assert held * accelerator.num_processes < 1.3 * sum(p.numel() for p in model.parameters())
     log_probs = partial(log_probs_in_passes, accelerator, tokens=40)
-    dpo.add_references(model, groups, log_probs, 120)
+    fits = partial(fits_in_round, tokens=40, ranks=accelerator.num_processes)
+    dpo.add_references(model, groups, log_probs, fits)
     steps = [[groups[i] for i in batch] for batch in ([0, 1, 2], [3], [4, 5], [5, 0, 1], [2])]
     log = list(dpo.train(model, dpo.adamw(model, 0.01), steps, dpo.learning_rates(5, 1e-3, 0.5, True),
                          partial(dpo.preference_loss, beta=0.1), dpo.pair_count, log_probs,
-                         tokens=60))
+                         fits=fits))
     plays = models.copy_that_plays(model, torch.float32)  # as evolve.py's agents do in training
     ids = torch.tensor([random_trajectories(9)[0].ids])
     moved = (plays(ids).logits - model(ids).logits).abs().max().item()
@@ -67,7 +73,7 @@ def one(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks, shard", [(2, False), (3, True)])
 def test_ranks_whole_or_in_parts_train_like_one_process(ranks, shard, one, tmp_path):
-    """Models in parts also recompute their layers, as they do on GPUs."""
+    """Models in parts also recompute their layers and have fused norms, as they do on GPUs."""
     other = trained(tmp_path, ranks, shard)
     again = models.read_model(tmp_path / "after")
     assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
@@ -173,7 +179,7 @@ def bf16(accelerator, folder, shard):
         before = whole(model)
         groups = [group(str(i), seed=i) for i in range(3)]
         log_probs = partial(log_probs_in_passes, accelerator, tokens=1000)
-        dpo.add_references(model, groups, log_probs, 1000)
+        dpo.add_references(model, groups, log_probs)
         loss = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.0)
         [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,
                            log_probs)

@@ -20,7 +20,7 @@ from lab.study import compare, study
 from lab.study.methods import method_of
 
 DOCS = [path for path in ROOT.rglob("*.md") if not {".venv", "runs", "site-packages"} & {*path.parts}]
-COMMAND = re.compile(r"(?:^|[ `])(?:bash run\.sh \w|python (?:-m (?:lab|worlds)\b|\w+\.py))|(?:torchrun|accelerate launch) .*\.py ")
+COMMAND = re.compile(r"(?:^|[ `])(?:bash run\.sh \w|python (?:-m (?:lab|environments)\b|\w+\.py))|(?:torchrun|accelerate launch) .*\.py ")
 
 
 def commands() -> list[str]:
@@ -84,7 +84,7 @@ def test_a_command_of_the_docs_is_read(line, monkeypatch):
         _, module, *words = words[words.index("-m"):]
         if module != "lab.NAME":
             assert importlib.util.find_spec(module), module
-        if module == "worlds.intercodesql.spider":
+        if module == "environments.intercodesql.spider":
             spider.main(words)
     else:
         [n] = [n for n, word in enumerate(words) if word in ("coevolve.py", "evolve.py")]

@@ -116,13 +116,13 @@ def loss_of(model, groups, **changed):
 
 def test_identical_policy_and_reference_give_ln2(model):
     groups = [group("a"), group("a", 1), group("a", 2)]
-    dpo.add_references(model, groups, dpo.token_log_probs, 60)
+    dpo.add_references(model, groups, dpo.token_log_probs, partial(dpo.fits_in_pass, tokens=60))
     for t in dpo.trajectories_of(groups):  # each its own, though their tasks have one name
         assert t.reference == pytest.approx(log_p(model, t).item(), abs=1e-9)
 
     # -log sigma(0) = ln 2 for each pair: three groups whose weights are 0.5, 0.5 and 1.
-    loss, statistics = loss_of(model, groups, lambda_sft=0.0)
-    assert loss.item() == pytest.approx(3 * math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
+    terms, statistics = loss_of(model, groups, lambda_sft=0.0)
+    assert terms["loss"].item() == pytest.approx(3 * math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
     assert statistics["failure>failure"]["margin"] == pytest.approx(0, abs=1e-12)
 
 
@@ -131,10 +131,10 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob):
     model = make_model(VOCABULARY)
     groups = [group("a", 1), group("b", 2)]
     beta, lambda_dpo, lambda_sft = 0.3, 0.7, 0.2
-    ours, statistics = loss_of(model, groups, beta=beta, lambda_dpo=lambda_dpo,
-                               lambda_sft=lambda_sft, log_prob=log_prob)
+    terms, statistics = loss_of(model, groups, beta=beta, lambda_dpo=lambda_dpo,
+                                lambda_sft=lambda_sft, log_prob=log_prob)
 
-    expected = 0.0
+    of_dpo = of_sft = 0.0
     sums = Counter()  # what the log says of the failures' pairs
     for pair in dpo.pairs_of(groups):
         w, l = log_p(model, pair.chosen), log_p(model, pair.rejected)
@@ -144,16 +144,18 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob):
             ratio_l = ratio_l / sum(pair.rejected.action_mask[1:])
         # Eq. (7): L_DPO = -log sigma(z) = log(1 + exp(-z)), z = beta (ratio_w - ratio_l)
         z = beta * (ratio_w - ratio_l)
-        expected = expected + lambda_dpo * pair.weight * torch.log(1 + torch.exp(-z))
+        of_dpo = of_dpo + lambda_dpo * pair.weight * torch.log(1 + torch.exp(-z))
         # Eq. (9): + lambda_SFT times -log pi(e_w|u)
-        expected = expected - lambda_sft * pair.sft_weight * w
+        of_sft = of_sft - lambda_sft * pair.sft_weight * w
         assert pair.seen == [pytest.approx((w.item(), l.item(), z.item()), abs=1e-9)]
         if pair.kind == "failure>failure":
             sums.update(chosen=w.item(), rejected=l.item(), margin=z.item(), count=1,
                         reward_chosen=beta * ratio_w.item(),
                         reward_rejected=beta * ratio_l.item(), accuracy=z.item() > 0)
-    assert ours.item() == pytest.approx(expected.item(), abs=1e-9)
-    torch.testing.assert_close(gradients(model, ours), gradients(model, expected),
+    expected = of_dpo + of_sft
+    by_hand = dict(loss=expected.item(), dpo=of_dpo.item(), sft=of_sft.item())
+    assert {name: term.item() for name, term in terms.items()} == pytest.approx(by_hand, abs=1e-9)
+    torch.testing.assert_close(gradients(model, terms["loss"]), gradients(model, expected),
                                atol=1e-9, rtol=1e-9)
     assert statistics["failure>failure"] == pytest.approx(sums)
 
@@ -172,7 +174,8 @@ def trained(steps, tokens=10_000, model=None):
     """(weights, log) after these steps on pairs; model: one that is trained in place."""
     model = model or make_model(VOCABULARY, seed=3)
     log = list(dpo.train(model.eval(), dpo.adamw(model), steps, [1e-3] * len(steps),
-                         partial(dpo.preference_loss, beta=0.1), dpo.pair_count, tokens=tokens))
+                         partial(dpo.preference_loss, beta=0.1), dpo.pair_count,
+                         fits=partial(dpo.fits_in_pass, tokens=tokens)))
     return weights(model), log
 
 
@@ -186,7 +189,8 @@ def test_a_batch_cut_in_parts_gives_the_whole_batchs_step(tokens):
     parts, log_of_parts = trained(steps(), tokens)
     torch.testing.assert_close(whole, parts, atol=1e-9, rtol=0)
     for a, b in zip(log, log_of_parts, strict=True):
-        assert (b["loss"], b["norm"]) == pytest.approx((a["loss"], a["norm"]), abs=1e-9)
+        for name in "loss", "dpo", "sft", "norm":
+            assert b[name] == pytest.approx(a[name], abs=1e-9)
         for kind in a["kinds"]:  # means over the batch, however it was cut
             assert b["kinds"][kind] == pytest.approx(a["kinds"][kind], abs=1e-9)
 
@@ -290,6 +294,6 @@ def test_a_batch_is_cut_in_parts_of_so_many_tokens_and_divided_by_pairs_or_weigh
     assert dpo.action_count(groups) == sum(sum(t.action_mask[1:])
                                            for t in dpo.trajectories_of(groups))
     for tokens, most in [(1, 1), (67, 1), (100, 2), (1000, 4)]:
-        parts = dpo.micro_batches(groups, tokens)
+        parts = dpo.micro_batches(groups, partial(dpo.fits_in_pass, tokens=tokens))
         assert max(map(len, parts)) == most
         assert sorted(g.trajectories[0].task for part in parts for g in part) == [*"0123"]

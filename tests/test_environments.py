@@ -36,6 +36,35 @@ class Echo(envs.Environment):
         return envs.Step("again", float(reply == self.word), reply == self.word)
 
 
+class Counted(str):
+    """A text that counts the characters which its methods read."""
+    read = 0
+
+    def counted(name):
+        def method(self, *given):
+            Counted.read += len(self)
+            found = getattr(str, name)(self, *given)
+            if isinstance(found, (list, tuple)):
+                return type(found)(map(Counted, found))
+            return Counted(found) if isinstance(found, str) else found
+        return method
+
+    __getitem__, partition, split, strip, lower, find, rfind = map(
+        counted, "__getitem__ partition split strip lower find rfind".split())
+
+
+@pytest.mark.parametrize("parse, value", [
+    (shop.name_and_argument, "x[x"), (shop.name_and_argument, "x]]"), (shop.name_and_argument, "[x"),
+    (envs.unmarked, "`"), (envs.unmarked, "` "), (envs.unmarked, "*`x"), (envs.Environment().action, "Action: `\n")],
+    ids=repr)
+def test_a_reply_is_parsed_in_linear_time(parse, value):
+    """Counted in characters that are read: at most some for each, for any length."""
+    for text in (value * 1000, value * 1000 + "x", value[0] * 1000 + value[1:] * 1000):
+        Counted.read = 0
+        parse(Counted(text))
+        assert 0 < Counted.read <= 12 * len(text)
+
+
 def test_an_environment_of_ones_own_has_the_rest_from_Environment():
     env = Echo()
     assert (env.stops, env.prompt) == (("Observation:",), "")

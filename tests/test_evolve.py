@@ -33,23 +33,25 @@ def test_advantages_by_hand(rewards, expected):
     assert evolve.advantages_of(rewards) == pytest.approx(expected, abs=2e-6)
 
 
-def visit(counts, advantages, old, ref):
-    """Episodes of so many action tokens each; old and ref are log pi of all of them."""
+def group(counts, advantages, old, ref):
+    """Makes a task group of one trajectory for each of `counts`, which is its number of action
+    tokens. `old` and `ref` are log pi_old and log pi_ref of all action tokens."""
     episodes = [Trajectory(ids=[0] * (n + 1), action_mask=[0] + [1] * n) for n in counts]
-    return evolve.Visit(episodes, advantages=advantages, old=torch.tensor(old),
-                        ref=torch.tensor(ref))
+    return evolve.TaskGroup(episodes, advantages=advantages, old_log_probs=torch.tensor(old),
+                            ref_log_probs=torch.tensor(ref))
 
 
-def loss_of(policy, visits, kl, low=0.2, high=0.25):
-    """GRPO's loss, its derivative by each log pi, and its statistics."""
+def loss_of(policy, groups, kl, low=0.2, high=0.25):
+    """Returns the GRPO loss, its derivative with respect to each log pi, and its statistics."""
     policy = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
-    loss, statistics = evolve.grpo_loss(policy, visits, low, high, kl)
-    loss.backward()
-    return loss.item(), policy.grad.tolist(), statistics
+    terms, statistics = evolve.grpo_loss(policy, groups, low, high, kl)
+    terms["loss"].backward()
+    return terms["loss"].item(), policy.grad.tolist(), statistics
 
 
 def test_the_loss_by_hand():
-    """Two visits, of three episodes; ratios may be 0.8 to 1.25, and beta is 0.1.
+    """There are two task groups, with three trajectories. Ratios are clipped to 0.8 to 1.25, and
+    beta is 0.1.
 
     pi   old  ref    A  ratio  surrogate            its derivative, d log pi
     .5   .5   .5     1    1    1                    1
@@ -62,9 +64,9 @@ def test_the_loss_by_hand():
     def logs(*chances):
         return [math.log(chance) for chance in chances]
 
-    visits = [visit([3], [1.0], logs(.5, .25, .5), logs(.5, .5, .25)),
-              visit([2, 1], [-2.0, 0.0], logs(.25, .5, .25), logs(.5, .25, .5))]
-    loss, gradient, statistics = loss_of(logs(.5, .5, .25, .5, .25, .25), visits, kl=0.1)
+    groups = [group([3], [1.0], logs(.5, .25, .5), logs(.5, .5, .25)),
+              group([2, 1], [-2.0, 0.0], logs(.25, .5, .25), logs(.5, .25, .5))]
+    loss, gradient, statistics = loss_of(logs(.5, .5, .25, .5, .25, .25), groups, kl=0.1)
     assert loss == pytest.approx(-(1 + 1.25 + .5 - 4 - 1.6) + 0.1 * (1 - math.log(2)))
     assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -.1], abs=1e-6)
     assert statistics == {"action": dict(count=6, clipped=4)}
@@ -72,8 +74,8 @@ def test_the_loss_by_hand():
 
 @pytest.mark.parametrize("d", [-99.0, 1.0, 19.9, 21.0, 1e4])
 def test_k3_far_from_the_reference_stays_finite_and_pulls_back(d):
-    """Without an advantage the loss is beta k3. Beyond 20 nats exp(d) goes on as its tangent."""
-    loss, gradient, statistics = loss_of([-d], [visit([1], [0.0], [-d], [0.0])], kl=2.0)
+    """Without an advantage the loss is beta k3. Above 20 nats, exp(d) continues as its tangent."""
+    loss, gradient, statistics = loss_of([-d], [group([1], [0.0], [-d], [0.0])], kl=2.0)
     near = min(d, 20.0)
     exp_d = math.exp(near) * (1 + d - near)
     assert loss == pytest.approx(2 * (exp_d - d - 1), rel=1e-5)
@@ -83,7 +85,7 @@ def test_k3_far_from_the_reference_stays_finite_and_pulls_back(d):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_ratio_far_away_stays_finite(advantage):
-    loss, gradient, _ = loss_of([-1.0], [visit([1], [advantage], [-100.0], [-1.0])], kl=1.0)
+    loss, gradient, _ = loss_of([-1.0], [group([1], [advantage], [-100.0], [-1.0])], kl=1.0)
     assert math.isfinite(loss) and math.isfinite(*gradient)
 
 
@@ -91,23 +93,23 @@ def test_a_ratio_far_away_stays_finite(advantage):
 
 
 def segment(task, y, step=1):
-    """A visit, whose conversations name the step and the episode."""
+    """Makes the trajectories of a task in one step. Their messages are the step and the index."""
     return [Trajectory(task, "target", step, n, reward=float(won), messages=[step, n])
             for n, won in enumerate(y)]
 
 
 @pytest.mark.parametrize("won, window, found", [
     ("40", 5, 1), ("21", 5, 1), ("42", 5, None),               # 2 of 4 count as solved
-    ("00", 5, None), ("0", 5, None), ("4", 5, None),           # never solved; one visit
+    ("00", 5, None), ("0", 5, None), ("4", 5, None),           # never solved; one group
     ("4000", 3, 3), ("4000", 2, None), ("4040", 5, 1)])        # outside the window; the last one
 def test_forgetting(won, window, found):
-    """How many of four episodes were won in each visit. The last one is in this segment, those
-    before in the one before; b is not visited now. The success that is shown is of the visit that
-    was won, the failure of the last."""
+    """`won` has the number of successes in each group of four episodes. The last group is in this
+    segment, and those before it are in the previous one. Task b is not played in this segment. The
+    success in the evidence is from the group that was solved, and the failure is from the last."""
     *before, now = [segment("a", [n < int(count) for n in range(4)], step)
                     for step, count in enumerate(won)]
     earlier = [*sum(before, []), *segment("b", [1], 90), *segment("b", [0], 91)]
-    rows = list(evolve.forgetting(evolve.look_back([earlier, now], window), None))
+    rows = list(evolve.forgetting(evolve.collect_history([earlier, now], window), None))
     assert [(row["task"], row["visits_ago"]) for row in rows] == ([("a", found)] if found else [])
     for row in rows:
         last = len(won) - 1
@@ -116,7 +118,7 @@ def test_forgetting(won, window, found):
 
 @pytest.mark.parametrize("y, found", [("000", None), ("100", 1), ("110", 2), ("111", None)])
 def test_boundary(y, found):
-    rows = list(evolve.boundary(evolve.look_back([segment("a", map(int, y))], 5), None))
+    rows = list(evolve.boundary(evolve.collect_history([segment("a", map(int, y))], 5), None))
     assert rows == ([] if found is None else [dict(
         task="a", successes=found, failure=[1, found], success=[1, 0])])
 
@@ -146,7 +148,7 @@ def test_signals_pick_in_turn_and_a_task_once():
     assert [row["task"] for row in evolve.pick(kinds, 2)] == ["a1", "b1", "c2", "a3", "c3"]
 
 
-def test_passes_visit_every_task_and_no_step_one_twice(tmp_path):
+def test_an_epoch_has_every_task_and_no_step_has_one_twice(tmp_path):
     """Four tasks a step; D has six at first, and eight from step 2 on."""
     run = SimpleNamespace(main=True, settings=evolve.Settings(step_tasks=4, evolve_every=1))
     planned, before = [], []
@@ -157,7 +159,7 @@ def test_passes_visit_every_task_and_no_step_one_twice(tmp_path):
         planned.append(read_jsonl(before[0])[0]["tasks"])
     assert all(len({*tasks}) == len(tasks) == 4 for tasks in planned)
     in_order = sum(planned, [])
-    assert sorted(in_order[:6]) == [*"abcdef"]  # the pass that had begun ends
+    assert sorted(in_order[:6]) == [*"abcdef"]  # the epoch that had started ends
     for first in range(6, len(in_order) - 7, 8):
         assert sorted(in_order[first:first + 8]) == [*"abcdefgh"]
 
@@ -171,11 +173,11 @@ def test_a_small_set_is_played_whole(tmp_path):
 
 
 def test_a_minibatch_counts_the_tasks_that_it_leaves_out():
-    """Those whose episodes are equal teach nothing; the others stay together as they were."""
+    """Groups with equal rewards have no advantages. The others stay in their minibatch."""
     def cut(equal):
-        visits = [evolve.visit_of(segment(task, [1, task in equal])) for task in "abcdef"]
-        batches = evolve.teaching_batches(visits, 2, random.Random(0))
-        return [{visit.trajectories[0].task for visit in batch} for batch in batches]
+        groups = [evolve.make_group(segment(task, [1, task in equal])) for task in "abcdef"]
+        batches = evolve.minibatches(groups, 2, random.Random(0))
+        return [{group.trajectories[0].task for group in batch} for batch in batches]
 
     whole = cut("")
     assert [len(batch) for batch in whole] == [2, 2, 2]
@@ -496,41 +498,41 @@ def test_the_task_set_grows_from_signals(run):
     assert {row["signal"] for row in rows(other, "iter1/explored.jsonl")} == {"random"}
     assert len(rows(other, "iter1/explored.jsonl")) == len(rows(r, "iter1/explored.jsonl"))
     # D is of tasks in an order, by which they have their ids.
-    with pytest.raises(Refused, match="letters-added-1 is letters-added-0 here; keep its rows"):
+    with pytest.raises(Refused, match="letters-added-1 would get the id letters-added-0; restore"):
         evolve.env_with(r, d[2][1:])
 
 
-def teaching(file):
-    """(episode, advantage) of what trained of a file."""
-    visits = defaultdict(list)
+def with_advantages(file):
+    """Returns (trajectory, advantage) of all trajectories in a file that have an advantage."""
+    groups = defaultdict(list)
     for t in read(file):
-        visits[t.task].append(t)
-    found = []
-    for visit in visits.values():
-        found += zip(visit, evolve.advantages_of([t.reward for t in visit]))
-    return found
+        groups[t.task].append(t)
+    pairs = []
+    for group in groups.values():
+        pairs += zip(group, evolve.advantages_of([t.reward for t in group]))
+    return pairs
 
 
 def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_model):
-    """By plain passes over the episodes, at the sampler's temperature and without the tokens that
+    """By plain forward passes over the episodes, at the sampler's temperature and without the tokens that
     are never drawn. In the first step the policy is the one that played, and the reference."""
     r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, MINIBATCH=9, grpo_lr=1e-2)
     [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
-    taught = teaching(r.folder / "iter1/target-agent/episodes.jsonl")
-    total = sum(advantage * t.action_count for t, advantage in taught)
-    tokens = sum(t.action_count for t, _ in taught)
+    trained = with_advantages(r.folder / "iter1/target-agent/episodes.jsonl")
+    total = sum(advantage * t.action_count for t, advantage in trained)
+    tokens = sum(t.action_count for t, _ in trained)
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-5)
     assert first["kl"] == pytest.approx(0, abs=1e-4) and abs(second["kl"]) > 1e-3
     assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))
 
     never = r.encoder.sampler().never
-    taught = teaching(r.folder / "iter2/target-agent/episodes.jsonl")
-    kl = sum(apart(r.folder / "iter1/target-agent", small_model, t, never) for t, _ in taught)
-    assert second["kl"] == pytest.approx(kl / len(taught), abs=1e-3)
+    trained = with_advantages(r.folder / "iter2/target-agent/episodes.jsonl")
+    kl = sum(apart(r.folder / "iter1/target-agent", small_model, t, never) for t, _ in trained)
+    assert second["kl"] == pytest.approx(kl / len(trained), abs=1e-3)
 
 
 def apart(old, ref, t, never):
-    """log pi_old - log pi_ref of an episode, by plain passes."""
+    """log pi_old - log pi_ref of an episode, by plain forward passes."""
     with torch.no_grad():
         found = [plain_log_probs(models.read_model(folder), t.ids, t.action_mask, never, 1.5).sum()
                  for folder in (old, ref)]
@@ -553,8 +555,8 @@ class Fixed(Letters):
 
 
 @pytest.mark.parametrize("said, env_type, more", [
-    ("of 5 training tasks none is left", Overlapping, dict(train_tasks=5)),
-    ("no start task came of the unguided exploration", Silent, {}),
+    ("no training task is left, because all 5 are evaluated", Overlapping, dict(train_tasks=5)),
+    ("unguided exploration found no start task", Silent, {}),
     ("letters: this environment makes no new tasks", Fixed, dict(start_from="train")),
     ("letters: this environment makes no new tasks", Fixed, dict(method="grpo"))])
 def test_tasks_that_cannot_be_had_are_refused(said, env_type, more, run, tmp_path):
@@ -604,7 +606,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_files(run, tmp_path
 
 
 def test_where_a_segment_ends_makes_no_difference_to_grpo(run):
-    """AdamW's moments and the pass over D go on from one to the next."""
+    """AdamW's moments and the epoch over D continue in the next segment."""
     one = run("grpo", "one", start_from="train", grpo_steps=3, evolve_every=3)
     three = run("grpo", "three", start_from="train", grpo_steps=3, evolve_every=1)
     a, b = (folder / "model.safetensors" for folder in (
@@ -661,7 +663,7 @@ def test_a_copy_of_a_live_model_answers_as_it_does(run):
     ("--grpo-steps 10", "the tasks would never evolve; give more than --evolve-every 10"),
     ("--method grpo --picks 3", "--picks is not read by --method grpo"),
     ("--step-rollouts 1", "must be at least 2"), ("--grpo-temperature 0", "at least 0.001"),
-    ("--signals forgetting,luck", "must be some of forgetting,boundary,rare")])
+    ("--signals forgetting,luck", "must be a comma-separated list of forgetting,boundary,rare")])
 def test_settings_that_make_no_sense_are_refused(argv, said):
     with pytest.raises(Refused, match=said):
         parse(argv.split(), evolve.Settings, evolve.METHODS, environment)

@@ -117,6 +117,7 @@ def test_what_cannot_be_read_is_none_and_costs_itself_alone():
                   '```\n{"a": 1e999}\n```', "```" + " " * 50_000):
         assert explorer.objects(reply) == [None]
     assert explorer.objects("```json\n[]\n```") == []
+    assert explorer.objects(" " * explorer.LONGEST_REPLY + one) == [None]  # parsed up to a limit
     # Two proposals of four in a list: one lacks a quote, the last is cut by the token limit.
     whole = [dict(intent="i", query=f"q{n}", action_sequence=[dict(name="f", query="x")])
              for n in range(4)]

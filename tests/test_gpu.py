@@ -7,14 +7,18 @@ import os
 import random
 import shutil
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from conftest import in_ranks, make_model
+from family_models import tiny_model
 from pretend_gpu import compile_guard, on_card
 from transformers import Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import coevolve
 import dpo
@@ -23,7 +27,7 @@ from dpo import Group, Pair, Trajectory
 from engine import models, trial
 from engine.chat import Encoder
 from engine.machine import accelerator_of
-from engine.passes import deal, fill_passes, log_probs_in_passes
+from engine.passes import deal, fill_passes, fits_in_round, log_probs_in_passes
 from engine.run import Run
 from engine.sampling import Draw
 from environments import environment
@@ -104,10 +108,11 @@ def parts(device: str, folder: str, out: str) -> dict:
 
     a, b, c = texts
     groups = [Group(texts, [Pair("a>b", a, b, 1.0, 0.5), Pair("a>b", a, c)])]
-    dpo.add_references(model, groups, log_probs, 200)
+    fits = partial(dpo.fits_in_pass, tokens=200)
+    dpo.add_references(model, groups, log_probs, fits)
     found["reference"] = [t.reference for t in texts]
     lines = dpo.train(model, dpo.adamw(model), [groups] * 2, [1e-3] * 2, loss, dpo.pair_count,
-                      log_probs, tokens=200)
+                      log_probs, fits=fits)
     found["losses"] = [line["loss"] for line in lines]
     models.save(whole, model, encoder, out)
     found["after"] = log_probs(models.read_model(out, device=device), texts).tolist()
@@ -263,6 +268,124 @@ def test_ranks_hardly_idle():
             assert len(passes) <= 8 and max(costs) <= 8192
             time += 8 * max(costs)
     assert own / time > 0.78
+
+
+def batch_of(*lengths):
+    """Tasks with a trajectory each, of so many tokens."""
+    return [Group([Trajectory(task=str(n), ids=[0] * length)]) for n, length in enumerate(lengths)]
+
+
+def test_micro_batches_fill_one_pass_of_each_rank():
+    """By hand, with passes of 10 tokens: 8 and 5 + 5 are two passes, though three rows of 8 have 24
+    tokens. On one rank 8 and 5 are padded to 16."""
+    parts = [[len(groups) for groups in dpo.micro_batches(
+        batch_of(5, 8, 5), partial(fits_in_round, tokens=10, ranks=ranks))] for ranks in (1, 2, 3)]
+    assert parts == [[1, 2], [3], [3]]
+    rng = random.Random(5)
+    for _ in range(20):  # a rank never keeps more than a pass
+        batch = batch_of(*(int(rng.lognormvariate(math.log(1850), 0.5)) for _ in range(60)))
+        for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
+            lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
+            kept = [0] * 8
+            for passes in deal(lengths, 8192, 8):
+                for rank, places in enumerate(passes):
+                    kept[rank] += len(places) * max(lengths[place] for place in places)
+            assert max(kept) <= max(8192, *lengths)
+
+
+# Norms that are one kernel each.
+
+
+@pytest.mark.parametrize("family, norms", [
+    ("llama", 5), ("qwen3", 9), ("phi3", 5), ("olmo2", 9), ("gemma3_text", 0), ("gpt_neox", 0)])
+def test_fused_norms_change_neither_logits_nor_gradients(family, norms):
+    """The models have two layers. Gemma multiplies by 1 + weight, and GPT-NeoX has LayerNorm: both
+    keep their norms."""
+    model = tiny_model(family)
+    ids = torch.randint(2, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def logits_and_gradients():
+        model.zero_grad()
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.log_softmax(-1)[..., 7].sum().backward()
+        return [logits, *(p.grad for p in model.parameters())]
+
+    expected = logits_and_gradients()
+    names = [*model.state_dict()]
+    assert models.fuse_norms(model) == norms
+    assert [*model.state_dict()] == names
+    torch.testing.assert_close(logits_and_gradients(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm])  # dtype of x * weight, and of x
+@pytest.mark.parametrize("eps, scale", [(1e-6, 1.0), (1e-12, 1e4), (1.0, 1e-4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_gives_what_the_norm_gives(kind, eps, scale, dtype, x_dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(kind(64, eps))
+    model[0].weight = torch.nn.Parameter((scale * torch.randn(64)).to(dtype))
+    x = (torch.randn(5, 64) * torch.tensor([[1e-6], [1e-3], [1.0], [10.0], [1e3]])).to(x_dtype)
+    expected = model(x)
+    assert models.fuse_norms(model) == 1
+    rounding = 0.01 if torch.bfloat16 in (dtype, x_dtype) else 1e-5
+    torch.testing.assert_close(model(x), expected, rtol=rounding, atol=0.0)  # dtypes, too
+
+
+class OutsideRMSNorm(LlamaRMSNorm):
+    """It adds eps to the root, which shows in small inputs alone."""
+
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon) * self.weight
+
+
+def test_a_norm_that_computes_something_else_stays():
+    assert models.fuse_norms(torch.nn.Sequential(OutsideRMSNorm(64, 1e-6))) == 0
+
+
+# Compiled layers.
+
+
+def test_models_that_are_loaded_later_share_the_graphs_of_compiled_layers(tmp_path, monkeypatch):
+    """Two kinds of passes, with and without gradients; no model after the first compiles any."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    tiny_model("llama").save_pretrained(tmp_path)
+    groups = batch_of(20, 31, 12)
+    for t in dpo.trajectories_of(groups):
+        t.ids, t.action_mask = [*range(5, 5 + len(t.ids))], [1] * len(t.ids)
+    graphs = []
+    for recompute in False, False, True:
+        plain, compiled = models.read_model(tmp_path), models.read_model(tmp_path)
+        for model in plain, compiled:
+            models.fuse_norms(model)
+        models.compile_layers(compiled)
+        found = []
+        for model in plain, compiled:
+            models.prepare(model, recompute)
+            dpo.add_references(model, groups, dpo.token_log_probs)
+            line, = dpo.train(model, dpo.adamw(model), [groups], [1e-3], dpo.sft_loss,
+                              dpo.action_count)
+            found.append([line["loss"], line["norm"], groups[0].trajectories[0].reference])
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[1] == graphs[0]
+
+
+def test_without_a_compiler_layers_are_not_compiled(monkeypatch, capfd):
+    def fails(function):
+        raise RuntimeError("Cannot find a C compiler\nsecond line")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(models, "COMPILED", 0)
+    models.has_compiler.cache_clear()
+    one = SimpleNamespace(device=torch.device("cuda"), mixed_precision="bf16", is_main_process=True)
+    model = tiny_model("llama")
+    assert [models.compiles(one, model) for _ in range(2)] == [False, False]
+    assert capfd.readouterr().err.count("Layers are not compiled") == 1
+    monkeypatch.setattr(models, "has_compiler", lambda *_: True)
+    assert models.compiles(one, model)
+    monkeypatch.setattr(models, "COMPILED", 1_000_000_000)
+    assert not models.compiles(one, model)
 
 
 # What trained is gone before a model is read to play.

@@ -70,7 +70,7 @@ def test_mistakes_are_told(small_run):
             (["webshop", "--betta", "1"], "unrecognized arguments: --betta 1"),
             (["webshop", "--mysql-url", "mysql://a@b"], "unrecognized arguments: --mysql-url"),
             (["webshop", "--agent", "/nowhere"], "--agent /nowhere: neither a run"),
-            (["intercodesql", "--agent", str(small_run)], "was trained on webshop, not on intercodesql"),
+            (["intercodesql", "--agent", str(small_run)], "was trained on webshop, not on"),
             (["intercodesql", "--intercode-data", "/nowhere"], "/nowhere")]:
         with pytest.raises(Refused, match=said):
             main(argv)
@@ -104,7 +104,7 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run,
         first = max(k for k in written if k - 1 not in written)
         p = plain_log_probs(model, row["ids"], [0] * first + row["action_mask"][first:],
                             encoder.sampler().never).sum().exp().item()
-        told = re.findall(r"of probability (\d+\.\d)%; Enter", said)
+        told = re.findall(r"with probability (\d+\.\d)%; Enter", said)
         assert len(told) == row["steps"]
         assert float(told[-1]) == pytest.approx(100 * p, abs=0.06)
 

@@ -1,10 +1,12 @@
 """A run's folder and command line: what is done once, what is done again, and how a run ends."""
 
+import math
 import os
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -13,18 +15,21 @@ from types import SimpleNamespace
 from urllib.parse import quote
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import TOY, Toy, ended, fork, kills_until_it_ends, program, wait_until
+from conftest import ROOT, TOY, Toy, ended, fork, kills_until_it_ends, program, wait_until
 from safetensors.torch import load_file, save_file
 
 import coevolve
+import dpo
 from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
-from common.settings import parse
-from engine import command, models, run, tracking
+from common.settings import Refused, parse
+from engine import code, command, experts, models, run, tracking
 from engine import fork as fork_of_run
+from engine.records import write
 from engine.words import counted
 from environments import environment
 from envs import EnvError
@@ -161,6 +166,8 @@ def test_an_edited_file_makes_what_follows_from_it_anew(again, toy, tmp_path):
     assert again(without_failures) == follows
     [line] = read_jsonl(tmp_path / "run/iter1/target-agent/train.jsonl")
     assert {*line["kinds"]} == {"expert>target", "expert>failure"}
+    edited = [name for name, row in read_json(tmp_path / "run/phases.json").items() if "edited" in row]
+    assert edited == ["iter1/pairs-target.jsonl"]
     # The edit undone, all is as it was.
     name = "iter1/pairs-target.jsonl"
     assert again(lambda out: shutil.copy(toy[0] / name, out / name)) == follows
@@ -262,6 +269,173 @@ def test_trackers_get_the_names_that_people_know_as_every_tracker_accepts_them(
         assert os.path.normpath(name) == name and not name.startswith(("/", "..")), name
 
 
+@pytest.fixture
+def bare(small_model, tmp_path):
+    """A run in which phases of a test's own are done."""
+    s = coevolve.Settings(model=str(small_model), out=str(tmp_path / "run"), max_tokens=99)
+    return run.Run(s, environment("webshop")())
+
+
+def text(r, out, *inputs, found=(), **values):
+    """A phase that writes a file and returns what it is given."""
+    out.write_text("text")
+    return dict(found)
+
+
+def test_a_phase_may_return_numbers_of_numpy_and_torch(bare):
+    found = dict(a=np.float32(0.5), b=np.int64(3), c=torch.tensor(2.0), d=[np.bool_(True)])
+    bare.once("a.jsonl", lambda r, out: text(r, out, found=found))
+    row = read_json(bare.folder / "phases.json")["a.jsonl"]
+    assert {name: row[name] for name in found} == dict(a=0.5, b=3, c=2.0, d=[True])
+
+
+@pytest.mark.parametrize("phase, inputs, values, says", [
+    (lambda r, out: None, (), {}, "it returned None; return a dict of numbers"),
+    (lambda r, out: 3, (), {}, "it returned 3; return a dict"),
+    (lambda r, out: {}, (), {}, "it wrote nothing"),
+    (lambda r, out: text(r, out, found=dict(bad=float("nan"))), (), {}, "bad: "),
+    (lambda r, out: text(r, out, found=dict(bad=np.arange(3))), (), {}, "bad: array([0, 1, 2]) is"),
+    (text, ("a name",), {}, "the input 'a name' is no path; give files first"),
+    (text, (), dict(agent=Path("a")), "agent: PosixPath('a') is no number")])
+def test_a_mistake_of_a_phase_is_one_line_that_names_it(phase, inputs, values, says, bare):
+    with pytest.raises(Refused) as error:
+        bare.once("a.jsonl", phase, *inputs, **values)
+    assert str(error.value).startswith(f"{phase.__name__}, for the output a.jsonl: {says}")
+    assert not (bare.folder / "a.jsonl").exists()
+
+
+def test_an_output_is_made_once_in_a_process(bare):
+    bare.once("a.jsonl", text)
+    with pytest.raises(Refused, match="output a.jsonl: this run has made it already, by text"):
+        bare.once("a.jsonl", text)
+
+
+def test_two_trajectories_of_one_name_are_refused_when_the_second_is_written(bare):
+    """Also if an earlier process has written the first; those of one text are one."""
+    def play(*ids):
+        t = dpo.Trajectory("a", "target", 1, ids=[*ids], action_mask=[1] * len(ids))
+        return lambda r, out: write(r, out, [t]) or {}
+
+    bare.once("a.jsonl", play(1, 2))
+    bare.once("b.jsonl", play(1, 2))
+    bare.names.clear()
+    with pytest.raises(Refused, match="c.jsonl: a trajectory has task 'a', agent 'target', "
+                       "iteration 1, rollout 0, as another one in b.jsonl"):
+        bare.once("c.jsonl", play(1, 3))
+
+
+def test_changed_code_is_recorded_once_a_phase_has_used_it(again, toy, tmp_path, monkeypatch, capsys):
+    now = code.code_now()
+    other = now | dict(files=now["files"] | {"dpo.py": "0" * 40})
+    config = tmp_path / "run/config.json"
+    assert read_json(config)["code"] == now and read_json(config)["finished"]
+    monkeypatch.setattr(run, "code_now", lambda: other)
+    assert again() == set()
+    said = capsys.readouterr().out
+    assert said.count("the code has changed") == 1 and "has changed since: dpo.py\n" in said
+    assert read_json(config)["code"] == now  # which has made all that is there
+    assert again(lambda out: (out / "eval-1-target-test.jsonl").unlink())
+    assert read_json(config)["code"] == other
+
+
+def test_the_files_that_differ_between_two_records_of_code(tmp_path, monkeypatch):
+    """Of a copy without git every file is recorded; in a repository those that differ from its
+    commit, also deleted and new ones. Which files differ does not depend on how it was recorded."""
+    monkeypatch.setattr(code, "ROOT", tmp_path)
+    for name in "coevolve.py", "dpo.py", "envs.py":
+        (tmp_path / name).write_text(name)
+    plain = code.code_now()
+    assert plain["commit"] is None and [*plain["files"]] == ["coevolve.py", "dpo.py", "envs.py"]
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *words], cwd=tmp_path,
+                       check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    first = code.code_now()
+    assert first["commit"] and first["files"] == {} and code.code_differences(plain, first) == []
+    (tmp_path / "dpo.py").write_text("changed")
+    (tmp_path / "own.py").write_text("new")
+    (tmp_path / "envs.py").unlink()
+    changed = code.code_now()
+    assert code.code_differences(first, changed) == ["dpo.py", "envs.py", "own.py"]
+    git("add", ".")
+    git("commit", "-m", "b")
+    assert code.code_differences(changed, code.code_now()) == []
+    assert code.code_differences(plain, code.code_now()) == ["dpo.py", "envs.py", "own.py"]
+    unknown = dict(commit="f" * 40, files={})
+    assert "has no commit fff" in code.code_differences(first, unknown)[0]
+
+
+# ----------------------------------------------------------------------------------- edited files
+
+
+def line_of(name, **changed):
+    """A change of a run's folder that edits the second line of a file."""
+    def edit(out):
+        rows = read_jsonl(out / name)
+        row = {key: changed.get(key, value) for key, value in rows[1].items()}
+        rows[1] = {key: value for key, value in row.items() if value != "deleted"} | changed
+        rows[1] = {key: value for key, value in rows[1].items() if value != "deleted"}
+        write_jsonl(out / name, rows)
+    return edit
+
+
+PLAYED, PAIRS = "iter1/target.jsonl", "iter1/pairs-target.jsonl"
+SIDE = dict(agent="target", iteration=1, rollout=0)
+
+
+@pytest.mark.parametrize("name, changed, says", [
+    (PLAYED, dict(ids="deleted"), "'ids' is missing"),
+    (PLAYED, dict(mine=1), "a trajectory has no 'mine'"),
+    (PLAYED, dict(ids=[1, 2.5]), "ids has to be of type list[int]"),
+    (PLAYED, dict(ids=[1] * 9), "it has 9 ids, and an action_mask of"),
+    (PLAYED, dict(ids=[1, 2, 3], action_mask=[0, 2, 1], log_probs=[]), "other numbers than 0 and 1"),
+    (PLAYED, dict(log_probs=[-1.0]), "it has 1 log_probs, and"),
+    (PLAYED, dict(ids=[1, -2], action_mask=[0, 1], log_probs=[]), "the id -2 is below 0"),
+    (PLAYED, dict(ids=[1, 99999], action_mask=[0, 1], log_probs=[]),
+     "the id 99999 is not below the vocabulary size"),
+    (PLAYED, dict(reward="1"), "reward has to be of type float, and is '1'"),
+    (PLAYED, dict(reward=math.nan), "reward has to be of type float, and is nan"),
+    (PLAYED, dict(steps=True), "steps has to be of type int"),
+    (PLAYED, dict(messages=["hello"]), "messages has to be of type list[dict]"),
+    (PLAYED, dict(messages=[dict(content="")]), "'role' is missing"),
+    (PLAYED, dict(messages=[dict(role="user", content=None)]), "content has to be of type str"),
+    (PAIRS, dict(weight=-1.0), "weight is -1.0, below 0"),
+    (PAIRS, dict(weight=None), "weight has to be of type float, and is None"),
+    (PAIRS, dict(sft_weight=math.inf), "sft_weight has to be of type float, and is inf"),
+    (PAIRS, dict(chosen=SIDE, rejected=SIDE), "its two sides have the same tokens"),
+    (PAIRS, dict(chosen=SIDE | dict(rollout=7)), "rollout 7, which is no trajectory of this run"),
+    (PAIRS, dict(chosen=dict(agent="target")), "'iteration' is missing"),
+    (PAIRS, dict(kind="deleted"), "'kind' is missing")])
+def test_an_edit_that_cannot_be_used_is_refused_with_file_and_line(
+        name, changed, says, again, tmp_path):
+    line = refusal(again, line_of(name, **changed))
+    assert line.startswith(f"{tmp_path / 'run' / name}, line 2: ") and says in line
+
+
+def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
+    def edit(out):
+        rows = read_jsonl(out / "experts.jsonl")
+        rows[1]["action_mask"] = [0] * len(rows[1]["ids"])
+        write_jsonl(out / "experts.jsonl", rows)
+
+    assert "has no action tokens to learn from; leave it out" in refusal(again, edit)
+
+
+@pytest.mark.parametrize("solves, warned", [(3, True), (4, False)])
+def test_a_run_that_keeps_less_than_half_of_its_experts_warns(
+        solves, warned, bare, monkeypatch, capsys):
+    monkeypatch.setattr(Toy, "reward", lambda env: 1.0 if int(env.task[-1]) < solves else 0.5)
+    bare.make_env, bare.env, bare.splits = Toy, Toy(), ("test",)
+    bare.once("experts.jsonl", experts.collect_experts)
+    said = capsys.readouterr().out
+    assert ("warning: 3 of 8 expert trajectories are kept; dropped: {'reward': 5}; see "
+            "--expert-min-reward 0.7" in said) == warned and ("warning" in said) == warned
+
+
 # --------------------------------------------------------------------------------------- a branch
 
 
@@ -282,9 +456,9 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
     assert FF not in after["iter1/pairs-target.jsonl"]["pairs"]
     # What differs is said, and stands in config.json.
     differs = "d_tgt_failures (cross -> none)"
-    assert f"other settings: {differs}\n" in said
+    assert f"other settings: {differs}; other code: none\n" in said
     assert read_json(out / "config.json")["branch"] == dict(
-        run=str(toy[0]), output="iter1/pairs-target.jsonl", seed=0, settings=[differs])
+        run=str(toy[0]), output="iter1/pairs-target.jsonl", seed=0, settings=[differs], code=[])
 
     # The same command resumes, and so does a branch of the branch.
     count = len(made(out))
@@ -297,7 +471,7 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
 
 @pytest.mark.parametrize("branch, says", [
     ("runs/nowhere@sft-target", "runs/nowhere is no run; give RUN@OUTPUT"),
-    ("RUN", "is no run; give RUN@OUTPUT"),
+    ("RUN", "run: give RUN@OUTPUT, such as"), ("iter1/target.jsonl", "jsonl: give RUN@OUTPUT,"),
     ("RUN@iter9/target.jsonl", "the run has no 'iter9/target.jsonl'; choose from: experts.jsonl, "),
     ("RUN@eval-1-target-test.jsonl", "run/iter1/target.jsonl is not there any more")])
 def test_a_branch_of_what_is_not_there_is_refused(branch, says, again, toy_run, tmp_path):
@@ -328,6 +502,41 @@ def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small
     assert "method (coevolve -> positive)" in line
     assert before == {path: path.read_bytes() for path in before}
     assert "is no run's; give another folder" in refusal(toy_run, "--out", small_model)
+
+
+@pytest.mark.parametrize("flags, says", [
+    (("--view", "short"), "the run has another view (full -> short); give the same"),
+    (("--model", ROOT / "tiny"), "the run has another model ("),
+    (("--protocol", "eto"), "the run has another protocol (ours -> eto)")])
+def test_a_branch_of_a_run_in_another_setting_is_refused(flags, says, toy_run, toy, tmp_path):
+    assert says in refusal(toy_run, "--out", tmp_path / "new", *flags,
+                           "--branch", f"{toy[0]}@iter1/target.jsonl")
+
+
+@pytest.mark.parametrize("name", ["../mine", "/mine", ".", "iter1/../../mine"])
+def test_a_branch_writes_only_below_out(name, again, toy_run, tmp_path):
+    """Whatever a damaged phases.json names; what is there stays."""
+    name = name.replace("/mine", str(tmp_path / "mine")) if name == "/mine" else name
+    (tmp_path / "mine").mkdir()
+    phases = tmp_path / "run/phases.json"
+    write_json(phases, {name: {}} | read_json(phases))
+    line = refusal(toy_run, "--out", tmp_path / "new/run",
+                   "--branch", f"{tmp_path / 'run'}@iter1/target.jsonl")
+    assert "is not in the run's folder" in line and (tmp_path / "mine").exists()
+    assert (tmp_path / "new/run/lock").exists()
+
+
+def test_a_branch_says_which_seed_and_settings_it_changes(toy_run, toy, tmp_path, capsys):
+    config = tmp_path / "other/config.json"
+    shutil.copytree(toy[0], config.parent)
+    settings = read_json(config)["settings"]
+    del settings["cut_turns"]
+    write_json(config, read_json(config) | dict(settings=settings | dict(mine=3)))
+    out = toy_run("--branch", f"{config.parent}@iter1/target-agent", "--seed", 5)
+    said = capsys.readouterr().out
+    assert "other settings: cut_turns (- -> 5), mine (3 -> -); " in said
+    assert "what is taken was made with another seed (0 -> 5); `compare` will not pair" in said
+    assert read_json(out / "config.json")["branch"]["seed"] == 0
 
 
 def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monkeypatch):
@@ -376,7 +585,9 @@ def test_an_agent_of_the_run_that_is_damaged_has_its_own_remedy(again, tmp_path)
         os.truncate(agent / "model.safetensors", 9999)
         (out / "iter1/target.jsonl").unlink()
 
-    assert f"{agent}: this agent of the run is damaged; delete the folder" in refusal(again, cut)
+    line = refusal(again, cut)
+    assert f"{agent}: this agent of the run is damaged; delete the folder" in line
+    assert re.search("again; the cause: .*(incomplete|header|deserializ)", line), line
     assert again(lambda out: shutil.rmtree(agent)) == {"sft-target", "iter1/target.jsonl"}
 
 
@@ -438,8 +649,8 @@ def test_an_error_of_the_users_is_a_line_and_a_bug_a_traceback(small_model, tmp_
     # Of the library that writes tokenizers.
     (Exception("No space left on device (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),
     (FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
-    (torch.OutOfMemoryError("CUDA"), "out of memory; lower --tokens-per-forward or --slots"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; lower"),
+    (torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
     (EnvError("mysql://me:secret@host is gone"), "mysql://me:***@host is gone. Fix this and rerun")])
 def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, monkeypatch):
     monkeypatch.setattr(models, "save", fails_with(error))
@@ -672,11 +883,18 @@ def test_heads_that_no_output_depends_on_are_left_out_and_said_once(
 
 def test_switches_of_outputs_in_a_config_neither_act_nor_are_saved(toy_run, small_model, tmp_path):
     base = shutil.copytree(small_model, tmp_path / "base")
-    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False)
+    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False,
+               temperature=0.5, num_beams=4)
     out = toy_run(*SFT, "--model", base)
     saved = read_json(out / "sft-target/config.json")
     assert not saved.get("output_attentions") and not saved.get("output_hidden_states")
-    assert saved.get("return_dict", True)
+    assert saved.get("return_dict", True) and not saved.keys() & {"temperature", "num_beams"}
+
+
+def test_what_could_not_be_saved_is_found_before_training(toy_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "write", fails_with(ValueError("transformers refuses it")))
+    assert "an agent trained from it could not be saved: transformers refuses it" in refusal(toy_run)
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model, tmp_path, capsys):

@@ -217,6 +217,113 @@ def test_runs_of_any_age_and_method_are_compared_and_what_is_none_is_refused(tmp
             compared(tmp_path, *words)
 
 
+def notes_of(folder):
+    return {row["method"]: row["note"] for row in rows_of(folder, "Runs to note")}
+
+
+def test_an_unfinished_run_is_marked_and_compared_after_the_last_iteration_of_both(tmp_path):
+    """0.75 after the base's second iteration is not compared with 0.25 after the fork's first, but 0.5
+    after the base's first is. Two finished runs of other lengths are compared as they are."""
+    base = made_run(tmp_path / "base", [[0, 0], [1.0, 0], [1.0, 0.5]], method="eto", seed=3)
+    going = made_run(tmp_path / "going", [[0, 0], [0.5, 0]], False, method="eto", seed=3)
+    words = f"base={base}", f"fork={going}"
+    folder = compared(tmp_path, *words)
+    [row] = rows_of(folder, "Differences")
+    assert (row["iterations"], row["reward"]["mean"]) == ("1", pytest.approx(0.25 - 0.5))
+    assert notes_of(folder) == {"fork": "unfinished, iteration 1"}
+    config = json.loads((going / "config.json").read_text())
+    (going / "config.json").write_text(json.dumps(config | dict(finished=True)))
+    folder = compared(tmp_path, *words)
+    [row] = rows_of(folder, "Differences")
+    assert (row["iterations"], row["reward"]["mean"]) == ("1 - 2", pytest.approx(0.25 - 0.75))
+    assert not notes_of(folder)
+
+
+def test_other_tasks_environments_and_seeds_are_not_compared(tmp_path, capsys):
+    """Of tasks 0 to 2 and 0 to 1 the first two are compared: 0.75 with 0.5, 1 success in 2 with 0."""
+    base = made_run(tmp_path / "base", [[0, 0], [1.0, 0.5, 0]], method="eto", seed=3)
+    fork = made_run(tmp_path / "fork", [[0, 0], [0.5, 0.5]], method="eto", seed=3)
+    folder = compared(tmp_path, f"base={base}", f"fork={fork}")
+    said = capsys.readouterr().out
+    assert "tasks of test differ: base has 3; the 2 that all have are compared." in said
+    assert [row["reward"]["mean"] for row in rows_of(folder, "Greedy")] == [0.75, 0.5]
+    [row] = rows_of(folder, "Differences")
+    assert (row["reward"]["mean"], row["success"]["mean"]) == (-0.25, -0.5)
+
+    other = made_run(tmp_path / "other", [[0, 0]], method="eto", seed=3, env="intercodesql")
+    with pytest.raises(Refused, match="other is a run of intercodesql, and .*base of webshop"):
+        compared(tmp_path, base, f"other={other}")
+    config = json.loads((fork / "config.json").read_text())
+    config["branch"] = dict(seed=2)
+    (fork / "config.json").write_text(json.dumps(config))
+    folder = compared(tmp_path, f"base={base}", f"fork={fork}")
+    assert not rows_of(folder, "Differences")
+    assert [row["seeds"] for row in rows_of(folder, "Greedy")] == ["3", "2>3"]
+
+
+def test_an_agent_is_known_by_its_recorded_name(tmp_path):
+    """The target takes 10 steps. An agent failure-target takes 3 more; one that is called otherwise is
+    listed."""
+    run = made_run(tmp_path / "run", [[0, 0], [1.0, 0]], method="eto", seed=3)
+    phases = json.loads((run / "phases.json").read_text())
+    phases["iter1/failure-target-agent"] = phases.pop("iter1/failure-agent") | dict(
+        name="failure-target")
+    (run / "phases.json").write_text(json.dumps(phases))
+    own = made_run(tmp_path / "own", [[0, 0], [1.0, 0]], method="eto", seed=3)
+    text = (own / "phases.json").read_text()
+    (own / "phases.json").write_text(text.replace('"target"', '"pupil\\u001b[2J"'))
+    folder = compared(tmp_path, f"run={run}", f"own={own}")
+    [row] = rows_of(folder, "What it took", method="run")
+    assert (row["steps of the target"], row["steps of all agents"]) == (10, 13)
+    assert notes_of(folder) == {"own": "no agent is called target, only: pupil\x1b[2J, failure"}
+    assert [row["method"] for row in rows_of(folder, "Greedy")] == ["run", "own: pupil\x1b[2J"]
+    text = (folder / "report.txt").read_text()
+    assert "own: pupil<1B>[2J" in text and "\x1b" not in text
+
+
+def test_the_report_starts_with_what_differs(tmp_path, capsys):
+    """Of runs that differ in nothing it says so, and gives no difference of 0."""
+    runs = {name: made_run(tmp_path / name, [[0, 0], [1.0, 0.5]], method="eto", seed=3)
+            for name in ("base", "same", "loss", "pairs")}
+    log = [dict(step=1, loss=0.9, dpo=0.7, sft=0.2, norm=3.0)]
+    rows = [dict(task="a", kind=kind, chosen={}, rejected={}, weight=0.5, sft_weight=0.0)
+            for kind in ("expert>target", "failure>failure")]
+    for name, run in runs.items():
+        phases = json.loads((run / "phases.json").read_text())
+        order = {"iter1/pairs-target.jsonl": dict(seconds=0.0, trains="target", pairs={}),
+                 "iter1/target-agent": phases.pop("iter1/target-agent")}
+        (run / "phases.json").write_text(json.dumps(order | phases))
+        kept = rows[:1] if name == "pairs" else rows
+        write_lines(run / "iter1/pairs-target.jsonl", kept)
+        log[0]["norm"] = 2.4 if name == "loss" else 3.0
+        write_lines(run / "iter1/target-agent/train.jsonl", log)
+        code = dict(commit="a" * 40, files={"dpo.py": name} if name == "loss" else {})
+        config = json.loads((run / "config.json").read_text()) | dict(code=code)
+        (run / "config.json").write_text(json.dumps(config))
+    played = runs["loss"] / "eval-1-target-test.jsonl"
+    played.write_text(played.read_text().replace('"reward": 0.5', '"reward": 0.0'))
+    folder = compared(tmp_path, *(f"{name}={run}" for name, run in runs.items()))
+    found = {(row["method"], row["what"]): row["difference"]
+             for row in rows_of(folder, "What differs from base")}
+    for name in ("same", "loss", "pairs"):
+        assert found[name, "settings"] == "none differ"
+        assert found[name, "code"] == ("dpo.py" if name == "loss" else "none differs")
+    assert found["same", "first output, seed 3"] == "no output of both differs"
+    assert found["loss", "first output, seed 3"] == (
+        "iter1/target-agent: first loss 0.9 -> 0.9; first dpo 0.7 -> 0.7; first sft 0.2 -> 0.2; "
+        "first norm 3 -> 2.4; the same weights")
+    assert found["pairs", "first output, seed 3"] == (
+        "iter1/pairs-target.jsonl: 2 pairs (1 expert>target, 1 failure>failure) -> "
+        "1 pair (1 expert>target)")
+    assert found["same", "greedy episodes, seed 3"] == "all 2 are identical, iteration 1"
+    assert found["loss", "greedy episodes, seed 3"] == "1 of 2 have other text, iteration 1"
+    of_pairs = {row["difference"]: row["reward"] for row in rows_of(folder, "Differences")}
+    assert of_pairs["same - base"] == "all episodes identical"
+    assert of_pairs["loss - base"]["mean"] == -0.25
+    said = capsys.readouterr().out
+    assert said.index("What differs from base") < said.index("Greedy evaluation")
+
+
 # ------------------------------------------------------------------------------ making runs
 
 

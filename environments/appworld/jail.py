@@ -17,7 +17,7 @@ NEW_MOUNTS, NEW_NAMES, NEW_IPC, NEW_USER = 0x20000, 0x4000000, 0x8000000, 0x1000
 NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
-DIE_WITH_PARENT, DROP_CAPABILITY = 1, 24  # of prctl
+DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # of prctl
 SIZE = 128 << 20  # bytes of the folder of its own, and of a file [ours]
 FILES = 10_000    # there [ours]
 OPEN = 256        # files that are open at a time [ours]
@@ -31,6 +31,8 @@ REFUSED = (  # (call, argument's number, how it is compared, two values); or the
     ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
     ("clone", 0, MASKED, 0x10000, 0),            # all but a thread
     ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # which stays as it is
+    # a filter of its own, which may kill one thread and leave the others waiting for it
+    ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
     ("socket", 0, NOT_EQUAL, 1, 0),              # all but AF_UNIX, as a pair
     # memory that no limit counts
     ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
@@ -150,12 +152,14 @@ def give_up_rights(user: int | None) -> None:
 
 
 def filter_calls(seccomp: ctypes.CDLL) -> None:
-    """From here on it may start threads, but no process, and make no socket that has a network; and
-    no program that it starts has more rights."""
-    allow, refuse = 0x7FFF0000, 0x50000
+    """Installs the filter of system calls: from here on the process may start threads, but no
+    process, and make no socket that has a network; and no program that it starts has more rights.
+    A call by another architecture's numbers (32-bit, x32) kills the process with all threads."""
+    allow, refuse, kill_process, other_architecture = 0x7FFF0000, 0x50000, 0x80000000, 2
     seccomp.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(seccomp.seccomp_init(allow))
-    done = [seccomp.seccomp_rule_add_array(rules, refuse | errno.ENOSYS, number, 0, None)
+    done = [seccomp.seccomp_attr_set(rules, other_architecture, ctypes.c_uint32(kill_process))]
+    done += [seccomp.seccomp_rule_add_array(rules, refuse | errno.ENOSYS, number, 0, None)
             for number in NEWER]
     for name, *compared in REFUSED:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())

@@ -5,6 +5,7 @@ a gold query: with a list of row tuples, None where there is no result set, or a
 starts with ERROR. Both only read, one statement at a time, within limits of time and size.
 """
 
+import calendar
 import hashlib
 import os
 import re
@@ -70,39 +71,129 @@ def unread(sql: str) -> str | None:
 def refusal(sql: str) -> str | None:
     """Why an agent's query is not passed on to a server, as an error text; None if it is. What it
     hides from this look is left to the server: rights, limits."""
+    if problem := unread(sql):  # which limits what the pattern reads
+        return problem
     found = _REFUSED.search(code_of(sql))
-    return unread(sql) or found and f"{ERROR}{found[0]!r} is not allowed"
+    return found and f"{ERROR}{found[0]!r} is not allowed"
 
 
-def _of_all(function):
-    """The function of values of which none is NULL; else NULL."""
+def _or_null(function):
+    """Returns `function` with NULL as its value if any argument is NULL."""
     return lambda *values: None if None in values else function(*values)
 
 
-def _concat_ws(between, *texts):
-    return str(between).join(str(text) for text in texts if text is not None)
+def _text(value) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-# Functions that sqlite lacks: name -> (how many values, -1 for any number; what it does)
+def _number(value) -> float:
+    """Returns the number with which a text begins, or 0, as MySQL converts it."""
+    if isinstance(value, (int, float)):
+        return value
+    number = re.match(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", _text(value), re.A | re.I)
+    return float(number[0]) if number else 0
+
+
+def _length(text: str, count) -> int:
+    """Returns a number of characters, at most those of `text`. Numbers are rounded, texts cut."""
+    half = 0.5 if isinstance(count, (int, float)) else 0
+    return int(min(max(_number(count), 0), len(text)) + half)
+
+
+def _left(text, count) -> str:
+    return _text(text)[:_length(_text(text), count)]
+
+
+def _right(text, count) -> str:
+    return _left(_text(text)[::-1], count)[::-1]
+
+
+def _concat(first, *more) -> str:
+    return "".join(map(_text, (first, *more)))
+
+
+def _concat_ws(between, first, *more):
+    texts = [_text(text) for text in (first, *more) if text is not None]
+    return None if between is None else _text(between).join(texts)
+
+
+def _extreme(choose):
+    """Returns GREATEST or LEAST. Values of which any is a text are compared as texts."""
+    def function(first, second, *more):
+        values = [first, second, *more]
+        if all(isinstance(value, (int, float)) for value in values):
+            return choose(values)
+        return choose(map(_text, values), key=str.lower)
+    return _or_null(function)
+
+
+_DATE = re.compile(r"\s*(?:(\d{4}|\d\d)(\d\d)(\d\d)(?:\d{6})?"
+                   r"|(\d{1,4})[^\w\s]+(\d\d?)[^\w\s]+(\d\d?))(?!\d)", re.A)
+
+
+def _part_of_date(part: int):
+    """Returns YEAR, MONTH or DAY (part 0, 1 or 2); their value is NULL for what is no date."""
+    def function(value):
+        if isinstance(value, (int, float)):  # YYMMDD or YYYYMMDD
+            if not (value == 0 or 101 <= value < 10 ** 14):
+                return None
+            value = f"{int(value):0{6 if 0 < value < 10 ** 6 else 8}}"
+        date = _DATE.match(_text(value))
+        if not date:
+            return None
+        year, month, day = filter(None, date.groups())
+        century = 0 if len(year) > 2 else 2000 if year < "70" else 1900
+        year, month, day = int(year) + century, int(month), int(day)
+        if month > 12 or day > (calendar.monthrange(year, month)[1] if month else 31):
+            return None
+        return (year, month, day)[part]
+    return _or_null(function)
+
+
+TODAY = "2024-09-01 12:00:00"  # in all queries, so that a rollout repeats on any day
+_DATES = sqlite3.connect(":memory:", check_same_thread=False)  # has sqlite's own functions of time
+
+
+def _at_today(name: str, before: int):
+    """Returns sqlite's function of time `name`, which has `before` arguments before its first time,
+    on a machine where the time is TODAY and the time zone UTC."""
+    def function(*values):
+        # sqlite reads a text up to its first NUL.
+        values = [value if isinstance(value, (int, float, type(None)))
+                  else _text(value).partition("\0")[0] for value in values]
+        modifiers = [value for value in values[before + 1:]
+                     if str(value).lower() not in ("localtime", "utc")]
+        if len(values) == before or str(values[before]).lower() in ("now", "subsec", "subsecond"):
+            values[before:] = [TODAY]
+        values[before + 1:] = modifiers
+        marks = ", ".join("?" * len(values))
+        return _DATES.execute(f"SELECT {name}({marks})", values).fetchone()[0]
+    return function
+
+
+# Functions that sqlite lacks, or that read the clock: name -> (number of arguments, -1 for any
+# number; the function)
 FUNCTIONS = {
-    "concat": (-1, _of_all(lambda *texts: "".join(map(str, texts)))),
+    "concat": (-1, _or_null(_concat)),
     "concat_ws": (-1, _concat_ws),
-    "if": (3, lambda condition, yes, no: yes if condition else no),
-    "left": (2, _of_all(lambda text, count: str(text)[:max(count, 0)])),
-    "right": (2, _of_all(lambda text, count: str(text)[::-1][:max(count, 0)][::-1])),
-    "char_length": (1, _of_all(lambda text: len(str(text)))),
-    "greatest": (-1, _of_all(max)),
-    "least": (-1, _of_all(min)),
-    "year": (1, _of_all(lambda date: int(date[:4]))),
-    "month": (1, _of_all(lambda date: int(date[5:7]))),
-    "day": (1, _of_all(lambda date: int(date[8:10]))),
+    "if": (3, lambda condition, yes, no: yes if _number(condition or 0) else no),
+    "left": (2, _or_null(_left)),
+    "right": (2, _or_null(_right)),
+    "char_length": (1, _or_null(lambda text: len(_text(text)))),
+    "greatest": (-1, _extreme(max)),
+    "least": (-1, _extreme(min)),
+    "year": (1, _part_of_date(0)),
+    "month": (1, _part_of_date(1)),
+    "day": (1, _part_of_date(2)),
+    **{name: (-1, _at_today(name, 0)) for name in ("date", "time", "datetime", "julianday")},
+    "strftime": (-1, _at_today("strftime", 1)),
 }
 # and of its own those that read no files and make no long texts
 CALLED = FUNCTIONS.keys() | set(
-    "abs avg ceil ceiling coalesce count cume_dist date datetime dense_rank first_value floor "
-    "group_concat ifnull iif instr julianday lag last_value lead length like lower ltrim max min "
+    "abs avg ceil ceiling coalesce count cume_dist dense_rank first_value floor "
+    "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
     "mod nth_value ntile nullif percent_rank pow power rank replace round row_number rtrim sign "
-    "sqrt strftime substr substring sum time total trim typeof upper".split())
+    "sqrt substr substring sum total trim typeof upper".split())
 
 
 class Sqlite:
@@ -255,11 +346,11 @@ def _fetch(cursor) -> list[tuple] | str:
 
 class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own, as the user that
-    `load_intercode` made for it. The server ends a query after SECONDS. If it does not reply soon
-    after that, the read timeout of `connect` ends the connection, which is an EnvError."""
+    `load_intercode` made for it. The server ends a query after SECONDS. A server that does not is
+    taken for lost soon after, by the client's read timeout."""
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
     DENIED = {1044, 1045, 1049, 1698}
-    # Errors of a server that is full or shuts down, of a lost connection, or after a KILL.
+    # What the server says when it is full, ends, or lost the client, or on a KILL.
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
@@ -274,8 +365,8 @@ class MySQL:
 
     def close(self):
         connection, self._connection = self._connection, None
-        if connection and connection._result:
-            connection._result.unbuffered_active = False  # else PyMySQL would read what is left
+        if connection and connection._result:  # or PyMySQL would read a lost connection's rows
+            connection._result.unbuffered_active = False
         if connection and connection.open:
             connection.close()
 
@@ -292,21 +383,18 @@ class MySQL:
         cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
         try:
             cursor.execute(sql)
-            if cursor.description is None:
-                return None
-            answer = _fetch(cursor)
+            answer = None if cursor.description is None else _fetch(cursor)
         except pymysql.MySQLError as error:
             code, text = (*error.args, "", "")[:2]
             if code in self.TIMED_OUT:
                 return INTERRUPTED
-            if not isinstance(code, int) or code < 1000 or 2000 <= code < 3000 or code in self.LOST:
-                raise  # it is an error of the connection
-            return f"{ERROR}{text}"
+            if (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
+                    and code not in self.LOST):  # else it is the connection's
+                return f"{ERROR}{text}"
+            raise
         except ValueError as error:  # text that is no UTF-8, in the query or in the result
             answer = f"{ERROR}{error}"
-        if not isinstance(answer, list):
-            self.close()
-            self._connect()
+        cursor.close()  # reads the remaining rows, for at most the server's limit of time
         return answer
 
     def _ask(self, work):

@@ -164,8 +164,11 @@ def _idle_or_new(idle: list) -> "_Simulator":
 class _Simulator:
     """A Java process with ScienceWorld in it; it ends with `stop`, this object or this process."""
     # With all of Java's hash codes equal, the simulator goes through its sets in one order: a task
-    # is the same each time. After 700 episodes 15 to 22 MB are alive.
-    options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
+    # is the same each time. The simulator converts actions to lower case by the rules of Java's
+    # locale, which is otherwise the user's (in Turkish, "I" does not become "i"). After 700
+    # episodes 15 to 22 MB are alive.
+    options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions",
+               "-XX:hashCode=2", "-Duser.language=en", "-Duser.country=US"]
     seconds = 120  # a call may take before the process counts as dead
 
     def __init__(self):

@@ -87,9 +87,15 @@ class Shop(Environment):
 
 
 def name_and_argument(action: str) -> tuple[str, str]:
-    """("search", "red mug") of search[Red mug], whatever follows it; else no name."""
-    match = re.match(r"(.+)\[(.+)\]", action)
-    return (match[1], match[2].lower()) if match else ("", "")
+    """Returns ("search", "red mug") for search[Red mug], whatever follows it; else no name.
+
+    As in WebShop's pattern `(.+)[(.+)]`, the argument ends at the last "]" of the line and begins
+    at the last "[" that leaves it a character. The pattern itself takes quadratic time.
+    """
+    line = action.partition("\n")[0]
+    end = line.rfind("]")
+    start = line.rfind("[", 1, max(end - 1, 0))
+    return (line[:start], line[start + 1:end].lower()) if start > 0 else ("", "")
 
 
 def show(shop: Shop, page: Page, first: bool = False) -> str:

@@ -1,6 +1,10 @@
-"""An OpenAI-compatible chat endpoint: messages in, a reply out. The key, of the environment, stands
-in no file, log or message."""
+"""Client for an OpenAI-compatible chat endpoint: it sends messages and returns a reply.
 
+The API key comes from an environment variable. It is written to no file, log or message.
+"""
+
+import ast
+import bisect
 import json
 import os
 import random
@@ -8,6 +12,8 @@ import re
 import sys
 import threading
 import time
+from collections import defaultdict, deque
+from typing import NamedTuple
 
 import requests
 from tqdm import tqdm
@@ -17,40 +23,67 @@ from urllib3.util import Retry
 from common.settings import Refused
 from envs import EnvError
 
-KEY = "OPENAI_API_KEY"  # the environment variable
+KEY = "OPENAI_API_KEY"  # name of the environment variable
 TRIES = 8
-SECONDS = 300     # for an answer [ours]
-LONGEST = 120     # seconds between two tries [ours]
-MOST = 1_000_000  # bytes of an answer [ours]
-# What is summed over the answers of a phase; cut_prompts are found by who asks.
+SECONDS = 300           # timeout of a response [ours]
+LONGEST = 120           # maximum wait between two attempts, in seconds [ours]
+MOST = 1_000_000        # maximum size of a response, in bytes [ours]
+BYTES_PER_TOKEN = 4     # for our own estimate [OpenAI's rule of thumb for English]
+LONGEST_ERROR = 4000    # maximum size of an error's message that is judged, in characters [ours]
+END_TOKENS = 16         # allowance for special tokens that a server counts in a reply [ours]
+# Numbers that are summed over the responses of a phase. The caller finds cut_prompts.
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
          "completion_tokens")
-NO_REPLY = "(no reply)"  # in place of an empty turn, which some servers refuse
+NO_REPLY = "(no reply)"  # replaces an empty turn, which some servers refuse
 
-PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
-REFUSING = {400, 403, 413, 422, 451}  # which may be about these messages alone
-OF_LENGTH = {400, 413, 422}  # which may be about their length, as 500 and above
+PASSING = {408, 409, 425, 429}        # transient statuses, beside 500 and above
+REFUSING = {400, 403, 413, 422, 451}  # statuses that may concern these messages alone
+OF_LENGTH = {400, 413, 422}           # statuses that may concern their length, beside 500 and above
 
-# How servers and providers say that messages, or a reply as long as asked for, are too long.
+# Fields of an error's body that are read. All others are skipped: they may quote the prompt.
+CODES = ("code", "error_code", "status")
+TYPES = ("type", "error_type")
+PARAMS = ("param", "loc")
+NESTED = ("error", "errors", "innererror", "message", "msg", "error_message", "detail", "details",
+          "metadata", "raw", "choices")
+# What a code or a type says about an error. The first pattern that matches decides.
+KINDS = {
+    "filter": re.compile("filter|policy|moderat|safety|sensitiv|inspect|flagg|prohibit|block|harm|"
+                         "jailbreak|inappropriate|guardrail|censor", re.I),
+    "other": re.compile("rate_?limit|quota|billing|throttl|too_?many_?requests|api_?key|auth|image|"
+                        "per_?(second|min|hour|day)|permission|not_?found|time_?out|overload",
+                        re.I),
+    "length": re.compile(r"context|(prompt|input|message|content|token)\w*(long|large|length|"
+                         r"exceed|limit|overflow)|(request|entity|payload)_?too_?large", re.I),
+}
+# How a message says that the prompt, or a reply of `max_tokens`, does not fit.
 TOO_LONG = re.compile(
     r"context.?(length|window|size|limit|overflow)|exceeds? context|"
     r'(prompt|input(?! should)|message|conversation|request|token)[^.;:"]{0,70}'
     r"(too (long|large)|exceed|longer|greater than|less than|fewer|over the|at most|maximum|"
     r"should be shorter|<|length is)|only supports (prompt|up to)|"
     r'(too many|number of|reduce|range of)[^.;:"]{0,30}(token|length|prompt)|'
-    r"max\w*tokens\b.{0,60}(too large|at most|less than|maximum|<)|at least 1, got -|"
+    r"max\w{0,20}tokens\b.{0,60}(too large|at most|less than|maximum|<)|at least 1, got -|"
     r"content'?: string too long", re.I)
-# What is told in such words and is about something else: rates, other parts of a request.
+# Messages in similar words about something else: rates, filters, other parts of a request.
 OTHERWISE = re.compile(
     r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|took too long|"
     r"timed? ?out|deadline|request (id|header)|\b(an?|the) image\b|unrecogni[sz]ed|not permitted|"
     r"(unknown|unsupported) (param|arg|field|request)", re.I)
-# What may be left out of a request, and how a refusal says of such a field that it has to be.
+OF_FILTER = re.compile(r"filter|\bpolic(y|ies)|flagged|moderation|safety|inappropriate|harmful|"
+                       "prohibited", re.I)
+QUOTED_PARAM = re.compile(r"[\w.\[\]-]{0,60}")  # a quoted name is part of a message
+# Quoted text. One whose end was cut off runs to the end; an apostrophe in a word ends none.
+QUOTES = re.compile(r"""
+    ```.*?(?:```|\Z) | `([^`]*)` | (?<!\d)"((?:\\.|[^"\\])*)\\?(?:"|\Z) | “([^”]*)”? | «([^»]*)»?
+  | „([^“”]*)[“”]? | (?<!\w)'((?:[^']|(?<=\w)'(?=\w))*)'(?!\w) | ‘((?:[^’]|’(?=\w))*)(?:’|\Z)
+""", re.S | re.X)
+# Optional fields of a request, and words by which a message refuses one.
 FIELDS = ("temperature", "max_tokens", "max_completion_tokens")
 UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|valid|support|permit|allow|"
             "accept|availab|must|should|between|range|only|cannot|remov|disabl|forbid|no longer)")
 
-# How an endpoint says in the finish_reason of a choice that it is no reply, or one that was cut.
+# Values of finish_reason: the response failed, was filtered, was cut, or is complete.
 FAILED = re.compile("error|fail|abort|cancel|network|resource|overload|timeout|rate.?limit|"
                     "unavailable", re.I)
 FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blocklist|guardrail|spii|"
@@ -58,249 +91,333 @@ FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blockli
 CUT = re.compile("length|max_?(output_?)?tokens|context", re.I)
 WHOLE = re.compile("|stop.*|eos.*|end.*|complete.*", re.I)
 
-# Names of thoughts: in one of a field, or of a tag.
-THINKS = ("think|thought|reason|reflect|analysis|deliberat|rationale|scratchpad|monologue|ponder|"
-          "planning")
-MORE = r"[\w:.-]{0,20}"
-NAME = f"{MORE}(?:{THINKS}){MORE}"
-ATTRIBUTES = r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'>]+))*\s*"""
-ENDING = r"(?:<\|?|◁)(?:/|end_(?:of_)?)"  # of what such a mark begins with
-# Marks in a text, of tags and of control tokens. The first one counts, then the next behind it.
+# A field or a tag is of reasoning if its name has one of these words. Examples of tags are <think>,
+# [THINK], ◁think▷, <seed:think>, <|begin_of_thought|> and <|END_THINKING|>. All repeats in the
+# pattern of a tag are bounded, so that matching takes linear time.
+REASONING = "think|thought|reason|reflect"
+ATTRIBUTES = (r"""(?:\s{1,9}[\w:-]{1,30}\s?=\s?"""
+              r"""(?:"[^"<>]{0,99}"|'[^'<>]{0,99}'|[^\s"'<>]{1,99})){0,9}""")
+TAG = rf"""
+    (?: (?P<square>\[) | (?P<triangle>◁) | <[|｜]? )
+    (?P<closes>/|end_(?:of_)?)? [\w:.-]{{0,20}}? (?P<word>{REASONING}) [\w:.-]{{0,20}} {ATTRIBUTES}
+    \s{{0,9}} (?P<empty>/)? (?(square)\]|(?(triangle)▷|[|｜]?>))
+  | <\|(?P<word2>channel)> | <(?P<closes2>channel)\|>  # Gemma 4
+"""
+TAGS = re.compile(TAG, re.I | re.X)
+# The start of harmony's final channel, which is the reply (gpt-oss).
+FINAL = (r"(?:<\|end\|>\s{0,9})?(?:<\|start\|>\s{0,9}assistant\s{0,9})?<\|channel\|>\s{0,9}final"
+         r"[^<]{0,40}(?:<\|constrain\|>[^<]{0,40})?<\|message\|>")
+# A server that drops special tokens leaves "assistantfinal" of it.
+FINALS = re.compile(rf"{FINAL}|assistantfinal", re.I)
 MARKS = re.compile(rf"""
-    (?P<thought>  # up to its end; or without one, up to the text's
-        (?:<\|?|◁)(?!end){MORE}(?P<kind>{THINKS}){MORE}{ATTRIBUTES}
-        (?: /> | (?:\|?>|▷) (?: .*? {ENDING}{MORE}(?P=kind){MORE}\s*(?:\|?>|▷) | .* ))
-      | \[(?P<name>{NAME})\] .{{0,9999}}? \[/(?P=name)\] | \A\s* (?-i:\[THINK\]) .*
-      | <\|channel\|>(?!\s*final) .*? (?: <\|end\|> | (?=<\|(?:start|channel)\|>) | \Z)
-      | <\|channel> .*? (?: <channel\|> | \Z))
-  | (?P<begins>  # a reply: before it are thoughts without a beginning, or it says whose reply it is
-        {ENDING}{NAME}\s*(?:\|?>|▷) | \[/{NAME}\] | \Aanalysis .* assistantfinal
-      | <\|(?:begin_of|start)_(?:solution|response|answer)\|>
-      | (?:<\|end\|>\s*)? (?:<\|start\|>\s*assistant\s*)? <\|channel\|>\s*final [^<]*
-        (?:<\|constrain\|>[^<]*)? <\|message\|>
-      | \A\s*<\|(?:im_start|start|start_header_id)\|>\s*assistant\s*(?:<\|end_header_id\|>)?)
-  | (?P<ends>  # a reply
-        </s> | <eos> | <turn\|> | <(?:end|start)_of_(?:turn|utterance)>
-      | <[|｜](?:im_(?:end|start)|eot_id|eom_id|end|return|call|start(?:_header_id)?|user
-        |end[_▁]?(?:of[_▁]?)?(?:text|turn|sentence|solution|response|answer)(?:_token)?)[|｜]>)
-  | (?P<quoted>  # in which there are no marks: an action, a string of code, a page
-        \[(?:[^\[\]\n]|\[[^\[\]\n]*\])*\] | (?<!\d)"(?:\\.|[^"\\\n])*" | (?<!\w)'[^'\n]*'(?!\w)
+    (?P<tag> {TAG})
+  | (?P<final> {FINAL})
+  | (?P<channel> <\|channel\|> | \Aanalysis(?=.*assistantfinal))
+  | (?P<start> <[|｜][\w▁]{{0,20}}(?:start|begin|assistant)[\w▁]{{0,20}}[|｜]>
+        (?!\s{{0,9}}(?:user|system|tool)) \s{{0,9}} (?:assistant)? \s{{0,9}}
+        (?:<\|end_header_id\|>)?)
+  | (?P<end> </s> | <eos> | <(?:end|start)_of_\w{{1,30}}> | <[|｜][\w▁./-]{{1,40}}[|｜]?>
+      | <[\w▁./-]{{1,40}}[|｜]> | (?-i:(?<!click)(?<!search)\[(?:EOS|EOT|END)\]) | \[/INST\])
+  | (?P<quoted>  # an action, a string of code or a page, in which nothing is a mark
+        \[(?:[^\[\]\n]|\[[^\[\]\n]*\])*\] | (?<![\d\\])"(?:\\.|[^"\\\n])*" | (?<!\w)'[^'\n]*'(?!\w)
       | (?<!`)`[^`\n]+`(?!`) | <s>[^<\n]*</s>)
 """, re.I | re.S | re.X)
 
 
 class EndpointError(EnvError):
-    """The endpoint could not be reached after all tries, or takes nothing; one line."""
+    """The endpoint refuses all requests, or every attempt failed. The message is one line."""
 
 
 class NotAnswered(EndpointError):
-    """The endpoint refuses these messages for good, as a filter of contents does."""
+    """The endpoint refuses these messages for good, as a content filter does."""
 
 
 class OnlyThoughts(NotAnswered):
-    """The endpoint has thought, and said nothing."""
+    """The response has reasoning content and no reply."""
 
 
 class ContextFull(Exception):
-    """The messages are longer than the model can read, beside the reply that is asked for."""
+    """The messages and the requested reply do not fit into the model's context."""
 
 
 class Passing(Exception):
-    """A fault that may be gone in a moment."""
+    """A transient error."""
 
     def __init__(self, problem: str, wait: float = 0.0):
         super().__init__(problem)
-        self.wait = wait  # seconds that the endpoint asks for
+        self.wait = wait  # seconds, as the endpoint requests
 
 
 class Endpoint:
-    """Calls the model: messages -> (reply, usage), with retries and growing waits between them."""
+    """Calls the model: messages -> (reply, usage). It retries transient errors with backoff."""
 
     def __init__(self, url: str, name: str, temperature: float, max_tokens: int):
         path = "/chat/completions"
         self.url = url.rstrip("/").removesuffix(path) + path
         self.body = dict(model=name, temperature=temperature, max_tokens=max_tokens)
-        self.stopped = threading.Event()  # once set, nothing is asked or waited for any more
+        self.stopped = threading.Event()  # once set, no request is sent and no wait goes on
         self.key = os.environ.get(KEY, "").strip()
         if re.search(r"[^!-~]", self.key):
-            raise Refused(f"the key in {KEY} holds a character that no key has")
+            raise Refused(f"{KEY} has a character that no key has; set it again")
 
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
-        """Asks, again where a fault may pass.
+        """Sends messages, and retries if an error is transient.
 
         Returns:
-            The reply, and its usage by the names in USAGE, but for cut_prompts; `unreported` is 1
-            where the endpoint reports no tokens.
+            The reply, and its usage with the keys of USAGE except cut_prompts. `unreported` is 1
+            if the endpoint reports no tokens. `context_tokens` is the length of the conversation
+            that ends with this reply, without reasoning.
 
         Raises:
             ContextFull: The messages are too long for the model.
             NotAnswered: The endpoint refuses these messages alone.
             EndpointError: The last attempt failed, too.
         """
-        said = []
+        filled = []
         for message in messages:
-            said.append(message if message["content"].strip() else message | {"content": NO_REPLY})
+            is_empty = not message["content"].strip()
+            filled.append(message | {"content": NO_REPLY} if is_empty else message)
         problem = "stopped"
         for attempt in range(TRIES):
             if self.stopped.is_set():
                 break
             try:
-                reply, used = self.ask_once(said)
-                return reply, dict(used, retries=attempt)
-            except Passing as fault:
-                problem = f"{fault} (attempt {attempt + 1})"
-                wait = max(fault.wait, min(2.0**attempt, 60) * random.uniform(0.5, 1))
-            if attempt + 1 < TRIES:
-                self.stopped.wait(wait)
+                reply, usage = self.ask_once(filled)
+            except Passing as error:
+                problem = f"{error} (attempt {attempt + 1})"
+                wait = max(error.wait, min(2.0**attempt, 60) * random.uniform(0.5, 1))
+                if attempt + 1 < TRIES:
+                    self.stopped.wait(wait)
+                continue
+            prompt_tokens = usage["prompt_tokens"] or sum(
+                estimated_tokens(message["content"]) for message in filled)
+            context_tokens = prompt_tokens + usage.pop("reply_tokens")
+            return reply, dict(usage, retries=attempt, context_tokens=context_tokens)
         raise EndpointError(self.told(problem))
 
     def ask_once(self, messages: list[dict]) -> tuple[str, dict]:
-        """The reply to one request and its usage; else one of the errors above. A field that the
-        endpoint doesn't take is left out, and it is asked again."""
+        """Returns the reply to one request and its usage, or raises one of the errors above. If
+        the endpoint refuses an optional field, the request is sent again without it."""
         while True:
-            sent = self.body | dict(messages=messages)
+            body = self.body | dict(messages=messages)
             try:
-                status, text, wait = self.post(sent)
+                status, text, wait = self.post(body)
                 if status == 200:
-                    answer = json.loads(text)
-                    status = status_in(answer)
+                    response = json.loads(text)
+                    status = status_in(response)
                 if status == 200:
-                    return self.read(answer, text)
+                    return self.read(response, text)
             except (requests.RequestException, HTTPError, LookupError, TypeError, ValueError,
                     AttributeError, OverflowError, RecursionError) as error:
                 raise Passing(f"{type(error).__name__}: {error}") from None
             problem = f"status {status}: {self.without_key(text)[:200]}"
-            long = TOO_LONG.search(text) and not OTHERWISE.search(text)
-            if long and (status in OF_LENGTH or status >= 500):
+            fault = Fault.read(text)
+            kind = fault.kind()
+            if kind == "length" and (status in OF_LENGTH or status >= 500):
                 raise ContextFull(self.told(problem))
+            if kind == "filter" and (status in REFUSING or status >= 500):
+                raise NotAnswered(self.told(problem))
             if status in PASSING or status >= 500:
                 raise Passing(problem, wait)
-            if not self.leaves_out(status, text, sent):
-                kind = NotAnswered if status in REFUSING else EndpointError
-                raise kind(self.told(problem))
+            if kind or status not in (400, 422) or not self.leaves_out(fault, body):
+                error = NotAnswered if status in REFUSING else EndpointError
+                raise error(self.told(problem))
 
     def post(self, body: dict) -> tuple[int, str, float]:
-        """Status, text, and the seconds to wait that it asks for. NotAnswered where the text is too
-        long."""
-        text = b""
-        ends = time.monotonic() + SECONDS
+        """Sends one request. Returns the status, the text, and the seconds to wait that the
+        endpoint requests. Raises NotAnswered if the text is too long."""
+        text = bytearray()
+        deadline = time.monotonic() + SECONDS
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         with requests.post(self.url, json=body, headers=headers, timeout=(10, SECONDS),
-                           auth=lambda request: request,  # so that no .netrc takes its place
-                           allow_redirects=False, stream=True) as answer:
-            while part := answer.raw.read1(1 << 16, True):
+                           auth=lambda request: request,  # else .netrc would replace the key
+                           allow_redirects=False, stream=True) as response:
+            while part := response.raw.read1(1 << 16, True):
                 text += part
                 if len(text) > MOST:
-                    raise NotAnswered(f"{self.url}: an answer is longer than {MOST:,} bytes")
-                if time.monotonic() > ends:
-                    raise requests.Timeout(f"it took more than {SECONDS} seconds")
-            return answer.status_code, text.decode(errors="replace"), wait_of(answer.raw)
+                    raise NotAnswered(f"{self.url}: the response is longer than {MOST:,} bytes")
+                if time.monotonic() > deadline:
+                    raise requests.Timeout(f"the response took more than {SECONDS} seconds")
+            return response.status_code, text.decode(errors="replace"), wait_of(response.raw)
 
-    def leaves_out(self, status: int, text: str, sent: dict) -> bool:
-        """Whether a refusal is about fields that were sent. From now on they are not, which is
-        said, or they are by the name that the endpoint asks for."""
-        if status not in (400, 422):
-            return False
-        refused = [name for name in FIELDS if name in sent and is_unwanted(name, text)]
+    def leaves_out(self, fault: "Fault", body: dict) -> bool:
+        """Returns True if an error refuses optional fields of the request. Later requests leave
+        these out, with a message, or send them by the name that the endpoint expects."""
+        refused = [name for name in FIELDS if name in body and fault.refuses(name)]
         for name in refused:
-            value = self.body.pop(name, None)  # None: beside others that have done it
+            value = self.body.pop(name, None)  # None: another thread has removed it
             if value is None:
                 continue
-            if name == "max_tokens" and "max_completion_tokens" in text:
+            if name == "max_tokens" and "max_completion_tokens" in fault.message:
                 self.body["max_completion_tokens"] = value
             else:
-                tqdm.write(f"{self.url} takes no {name}: its own is used", file=sys.stderr)
+                tqdm.write(f"{self.url} refuses {name}: its own default is used", file=sys.stderr)
         return bool(refused)
 
-    def read(self, answer: dict, text: str) -> tuple[str, dict]:
-        """The reply and the usage in an answer; an error of any kind where it is none.
+    def read(self, response: dict, text: str) -> tuple[str, dict]:
+        """Returns the reply and the usage in a response. A malformed one raises any error.
 
         Raises:
-            Passing: It is one that failed halfway.
-            ContextFull, NotAnswered, OnlyThoughts: It says so.
+            Passing: The response failed halfway.
+            ContextFull, NotAnswered, OnlyThoughts: The response has no reply.
         """
-        said = self.without_key(text)[:200]
-        choice = answer["choices"][0]
-        used = answer.get("usage") or {}
+        excerpt = self.without_key(text)[:200]
+        choice = response["choices"][0]
+        usage = response.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
         message = choice["message"]
-        ends = str(choice.get("finish_reason") or "")
-        if FAILED.search(ends):
-            raise Passing(f"finish_reason {ends}: {said}")
-        if FILTERED.search(ends) or any(part.get("refusal") for part in parts_of(message)):
-            raise NotAnswered(self.told(f"a filter took the reply: {said}"))
+        finish = str(choice.get("finish_reason") or "")
+        if FAILED.search(finish):
+            raise Passing(f"finish_reason {finish}: {excerpt}")
+        if FILTERED.search(finish) or any(part.get("refusal") for part in parts_of(message)):
+            raise NotAnswered(self.told(f"the reply was filtered: {excerpt}"))
         if message.get("tool_calls") or message.get("function_call"):
             raise NotAnswered(self.told(
-                f"it calls functions, where a reply has to be text: {said}; start the server "
-                "without a parser of tool calls"))
+                f"the response calls functions, but a reply must be text: {excerpt}; start the "
+                "server without a tool call parser"))
 
-        reply, thought = reply_in(text_of(message.get("content")))
+        reply, reasons = reply_in(text_of(message.get("content")))
+        reasons = reasons or thinks(message, usage)
         if not reply.strip():
-            if "context" in ends.lower():
-                raise ContextFull(self.told(f"finish_reason {ends}: {said}"))
-            if thought or CUT.search(ends) or thinks(message, used):
+            if "context" in finish.lower():
+                raise ContextFull(self.told(f"finish_reason {finish}: {excerpt}"))
+            if reasons or CUT.search(finish):
                 raise OnlyThoughts(self.told(
-                    f"it thought and said nothing (finish_reason {ends or 'none'}); raise "
-                    "--max-new-tokens, or let it think less"))
-            if not WHOLE.fullmatch(ends):
-                raise NotAnswered(self.told(f"there is no reply: {said}"))
-        if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
+                    "the response has reasoning content and no reply (finish_reason "
+                    f"{finish or 'none'}); raise --max-new-tokens, or limit the reasoning"))
+            if not WHOLE.fullmatch(finish):
+                raise NotAnswered(self.told(f"there is no reply: {excerpt}"))
+        if len(self.key) >= 16:  # shorter keys, such as EMPTY, are words and not secret
             reply = self.without_key(reply)
-        usage = dict(requests=1, unreported=int(not used), cut_replies=int(bool(CUT.search(ends))))
-        for name in "prompt_tokens", "completion_tokens":
-            usage[name] = max(0, int(used.get(name) or 0))
-        return reply, usage
+        prompt, completion = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
+        return reply, dict(
+            requests=1, unreported=int(prompt + completion == 0),
+            cut_replies=int(bool(CUT.search(finish))), prompt_tokens=prompt,
+            completion_tokens=completion, reply_tokens=reply_tokens(reply, usage, reasons))
 
     def told(self, problem: str) -> str:
-        """A problem in one line, without the key, with what often causes it."""
+        """Returns a problem in one line, without the key, and with its usual causes."""
         line = f"{self.url}: {self.without_key(' '.join(problem.split()))}"
         if problem.startswith("status 404") and "/v1/" not in self.url:
             line += " (most addresses end in /v1)"
         if not self.key:
-            line += f" (without a key: {KEY} is not set)"
+            line += f" (no key was sent: {KEY} is not set)"
         return line
 
     def without_key(self, text: str) -> str:
         return text.replace(self.key, "***") if self.key else text
 
 
-def wait_of(answer) -> float:
-    """Seconds that a Retry-After asks for, 0 where there is none or it is nonsense."""
-    try:
-        return min(Retry().get_retry_after(answer) or 0.0, LONGEST)
-    except (HTTPError, ValueError, OverflowError):
-        return 0.0
+# -------------------------------------------------------------------------------------- errors
 
 
-def is_unwanted(name: str, text: str) -> bool:
-    """Whether a text names a field, and says close by that it is not wanted as it is."""
-    close = rf"\b{name}\b.{{0,100}}{UNWANTED}|{UNWANTED}.{{0,100}}\b{name}\b"
-    return bool(re.search(close, text, re.I | re.S))
+class Fault(NamedTuple):
+    """The body of an error, in parts. An error may quote the prompt, so its message counts least,
+    and quoted text in it does not count."""
+    words: list[str]   # the codes, then the types
+    params: list[str]  # the fields of the request that it names, such as messages.0.content
+    message: str       # the text outside quotes
+
+    @classmethod
+    def read(cls, text: str) -> "Fault":
+        """Reads a body: JSON, or text that holds JSON or a Python dict, as proxies forward it."""
+        codes, types, params, messages = [], [], [], []
+        pending = deque([text])  # the outermost part comes first
+        while pending:
+            value = pending.popleft()
+            if isinstance(value, list):
+                pending.extend(value)
+            elif isinstance(value, dict):
+                codes += [value.get(name) for name in CODES]
+                types += [value.get(name) for name in TYPES]
+                params += [value.get(name) for name in PARAMS]
+                pending.extend(value.get(name) for name in NESTED)
+            elif isinstance(value, str):
+                before, nested, after = parsed(value)
+                pending.append(nested)
+                messages.append(f"{before} {after}")
+        # Codes that are numbers are skipped, because they repeat the HTTP status.
+        words = [str(word) for word in codes + types if re.match("[A-Za-z][^ ]*$", str(word))]
+        paths = [".".join(map(str, p)) if isinstance(p, list) else str(p or "") for p in params]
+        paths = [re.sub(r"^body\.?", "", path) for path in paths]
+        return cls(words, [path for path in paths if re.search("[a-z]", path)],
+                   QUOTES.sub(quoted_name, " ".join(messages))[:LONGEST_ERROR])
+
+    def kind(self) -> str:
+        """Returns "length", "filter", "other", or "" if the error does not say."""
+        for word in self.words:
+            for kind, pattern in KINDS.items():
+                if pattern.search(word):
+                    return kind
+        of_prompt = [p for p in self.params if re.search("message|prompt|input|content|token", p)]
+        if self.params and not of_prompt or OF_FILTER.search(self.message):
+            return ""
+        is_long = TOO_LONG.search(self.message) and not OTHERWISE.search(self.message)
+        return "length" if is_long else ""
+
+    def refuses(self, name: str) -> bool:
+        """Returns True if the error is about this field of the request."""
+        if self.params:
+            return any(re.search(rf"\b{name}\b", param) for param in self.params)
+        close = rf"\b{name}\b.{{0,100}}{UNWANTED}|{UNWANTED}.{{0,100}}\b{name}\b"
+        return (not OF_FILTER.search(self.message)
+                and re.search(close, self.message, re.I | re.S) is not None)
 
 
-def status_in(answer: dict) -> int:
-    """The status that an answer of status 200 should have: that of an error at its top, in its
-    choice, or in the message of that; 500, where it has no choice or the error has none."""
-    if answer.get("choices"):
-        choice = answer["choices"][0]
-        fault = answer.get("error") or choice.get("error") or choice["message"].get("error")
+def parsed(text: str) -> tuple[str, list, str]:
+    """Parses the JSON objects or Python dicts in a text. Returns the text before them, the list of
+    them, and the text after them."""
+    start, end = text.find("{"), text.rfind("}") + 1
+    if 0 <= start < end:
+        for parse in json.loads, ast.literal_eval:
+            try:
+                return text[:start], list(parse(f"[{text[start:end]}]")), text[end:]
+            except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+                pass
+    return text, [], ""
+
+
+def quoted_name(quote: re.Match) -> str:
+    """Returns a quotation without its text, unless this is a name."""
+    inside = quote[quote.lastindex] if quote.lastindex else quote[0]
+    return quote[0] if QUOTED_PARAM.fullmatch(inside) else " "
+
+
+def status_in(response: dict) -> int:
+    """Returns the status that a response with status 200 should have. It is that of an error at
+    the top level, in the choice or in its message. Without a choice or a status it is 500."""
+    if response.get("choices"):
+        choice = response["choices"][0]
+        fault = response.get("error") or choice.get("error") or choice["message"].get("error")
         if not fault:
             return 200
     else:
-        fault = answer.get("error") or answer
+        fault = response.get("error") or response
     code = str(fault.get("code")) if isinstance(fault, dict) else ""
     return int(code) if re.fullmatch(r"[45]\d\d", code) else 500
 
 
+def wait_of(response) -> float:
+    """Returns the seconds of a Retry-After header, or 0 if there is none or it is malformed."""
+    try:
+        return min(Retry().get_retry_after(response) or 0.0, LONGEST)
+    except (HTTPError, ValueError, OverflowError):
+        return 0.0
+
+
+# ------------------------------------------------------------------------------------- replies
+
+
 def parts_of(message: dict) -> list[dict]:
-    """A message and the parts of its content, where it has some that are more than text."""
+    """Returns a message and those parts of its content that are objects."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     return [message, *(part for part in parts if isinstance(part, dict))]
 
 
 def text_of(content: str | list | None) -> str:
-    """The text of a message's content, which may stand in parts; those of thoughts are none. Half
-    a surrogate pair, which is no text, becomes the mark of what cannot be shown."""
+    """Returns the text of a message. Its content may be a list of parts, of which reasoning parts
+    are skipped. A lone surrogate becomes the replacement character."""
     if isinstance(content, list):
         texts = []
         for part in content:
@@ -315,38 +432,96 @@ def text_of(content: str | list | None) -> str:
 
 
 def reply_in(text: str) -> tuple[str, bool]:
-    """What is said in a text, without thoughts and end tokens; whether there are thoughts. A text
-    without either stays as it is."""
-    said = ""
-    thought = False
-    at = 0
-    for mark in MARKS.finditer(text):
+    """Extracts the reply from a text that may hold reasoning tags and special tokens.
+
+    Returns:
+        The reply up to the first end token, without reasoning; and True if there is reasoning. A
+        text without either stays as it is.
+    """
+    closings = defaultdict(list)  # word of a tag -> the ends of its closing tags
+    for tag in TAGS.finditer(text):
+        if tag["closes"] or tag["closes2"]:
+            closings[word_of(tag)].append(tag.end())
+    first = len(text) - len(text.lstrip())
+    pieces = []
+    reasons = False
+    position = 0
+    while mark := MARKS.search(text, position):
         kind = mark.lastgroup
+        pieces.append(text[position:mark.start()])
+        position = mark.end()
         if kind == "quoted":
-            continue
-        said += text[at:mark.start()]
-        at = mark.end()
-        if kind == "thought":
-            thought = True
-        elif kind == "begins":
-            thought = thought or said.strip() != ""
-            said = ""
-        else:
-            at = len(text)
-            break
-    said += text[at:]
-    return (text if said == text else said.strip()), thought
+            pieces.append(mark[0])
+        elif kind == "tag" and not (mark["closes"] or mark["closes2"]):
+            ends = closings[word_of(mark)]
+            later = bisect.bisect(ends, position)
+            opens = mark["word"] and not mark["empty"]
+            is_first = mark["word"] == "THINK" and mark.start() == first
+            if opens and mark["square"] and later == len(ends) and not is_first:
+                pieces.append(mark[0])  # brackets in code, such as x = [reason]
+                continue
+            reasons = True
+            if not mark["empty"]:
+                position = ends[later] if later < len(ends) else len(text)
+        elif kind in ("tag", "final", "channel"):  # all text before it is reasoning
+            reasons = reasons or kind == "channel" or any(piece.strip() for piece in pieces)
+            pieces = []
+            if kind == "channel":
+                final = FINALS.search(text, position)
+                position = final.end() if final else len(text)
+        elif kind == "end" or any(piece.strip() for piece in pieces):
+            position = len(text)
+        else:  # the header of the reply
+            pieces = []
+    reply = "".join(pieces) + text[position:]
+    return (text if reply == text else reply.strip()), reasons
 
 
-def thinks(message: dict, used: dict) -> bool:
-    """Whether a field of a message, or of a part of its content, holds thoughts, or tokens were
-    spent on some that no message shows."""
-    details = used.get("completion_tokens_details") or {}
-    if details.get("reasoning_tokens"):
+def word_of(tag: re.Match) -> str:
+    return (tag["word"] or tag["word2"] or tag["closes2"]).lower()
+
+
+def thinks(message: dict, usage: dict) -> bool:
+    """Returns True if a message, or a part of its content, has a field of reasoning content, or if
+    the usage reports reasoning tokens."""
+    if reasoning_tokens(usage):
         return True
     for part in parts_of(message):
         for name, value in part.items():
-            called = value if name == "type" else name
-            if value and re.search(THINKS, str(called), re.I):
+            label = value if name == "type" else name
+            if value and re.search(REASONING, str(label), re.I):
                 return True
     return False
+
+
+def count(usage: dict, name: str) -> int:
+    """Returns a number of tokens, or 0 if it is absent or not a positive number."""
+    try:
+        return max(0, int(usage[name]))
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return 0
+
+
+def reasoning_tokens(usage: dict) -> int:
+    details = usage.get("completion_tokens_details")
+    return count(details, "reasoning_tokens") or count(usage, "reasoning_tokens")
+
+
+def estimated_tokens(text: str) -> int:
+    return -(-len(text.encode()) // BYTES_PER_TOKEN)
+
+
+def reply_tokens(reply: str, usage: dict, reasons: bool) -> int:
+    """Returns the tokens of a reply without its reasoning.
+
+    They are estimated if the usage reports no tokens, or has an unknown number of reasoning tokens.
+    A text has at most as many tokens as bytes, so a larger number includes hidden reasoning.
+    """
+    completion, reasoning = count(usage, "completion_tokens"), reasoning_tokens(usage)
+    if 0 < reasoning < completion:
+        return completion - reasoning
+    estimate = estimated_tokens(reply)
+    if completion == 0:
+        return estimate
+    hides = reasons or completion > len(reply.encode()) + END_TOKENS
+    return min(estimate, completion) if hides else completion

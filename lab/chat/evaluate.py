@@ -1,4 +1,4 @@
-"""Evaluation alone: of the agent in a folder as it is, or of a chat endpoint.
+"""Evaluate an agent without training: an agent's folder as it is, or a chat endpoint.
 
     --method evaluate --model FOLDER --temperature 1 --rollouts 4
     --method chat --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
@@ -33,21 +33,21 @@ from envs import Environment
 from evolve import by_one_rank
 from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
 
-SLOTS = 16  # requests at once, if not said otherwise [ours]
+SLOTS = 16  # concurrent requests, unless --slots is given [ours]
 
 
 def evaluations(run: Run) -> None:
-    """Evaluates the model that is given on all evaluated splits."""
+    """Evaluates the model of --model on all evaluated splits."""
     for split in run.splits:
         run.once(f"eval-0-target-{split}.jsonl", evaluate, run.base, name="target", i=0,
                  split=split)
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Lets an agent play the tasks of a split, some rollouts each.
+    """Runs an agent on the tasks of a split, with `rollouts` episodes per task.
 
     Returns:
-        Means over the episodes; of several rollouts also of the best of each task.
+        Means over the episodes, and with several rollouts also over the best one of each task.
     """
     s = run.settings
     episodes = []
@@ -55,17 +55,17 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
         for rollout in range(s.rollouts):
             seed = seed_of(s.seed, name, i, task, rollout)
             episodes.append(Trajectory(task, name, i, rollout, seed))
-    spent = {}
+    usage = {}
     if s.method == "chat":
-        episodes, spent = play_at_endpoint(run, episodes)
+        episodes, usage = play_at_endpoint(run, episodes)
     else:
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
-    return outcomes(episodes, s.hard_threshold) | spent | best_of(episodes, s.rollouts)
+    return outcomes(episodes, s.hard_threshold) | usage | best_of(episodes, s.rollouts)
 
 
 def best_of(episodes: list[Trajectory], rollouts: int) -> dict:
-    """The means over tasks of the best of several rollouts, which stand one after another."""
+    """Returns the means over tasks of the best rollout. The rollouts of a task are consecutive."""
     if rollouts == 1:
         return {}
     best = []
@@ -79,8 +79,8 @@ def best_of(episodes: list[Trajectory], rollouts: int) -> dict:
 
 
 class Paid:
-    """An endpoint's answers, in the run's answers.jsonl as soon as they are there: a run that was
-    stopped takes them where it asks for the same, and pays for the others alone."""
+    """The responses of an endpoint. Each is written to the run's answers.jsonl when it arrives, so
+    that a resumed run reuses it for the same messages, and pays only for the others."""
 
     def __init__(self, run: Run, endpoint: Endpoint):
         self.endpoint = endpoint
@@ -89,21 +89,21 @@ class Paid:
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
-        self.last = {}  # conversation -> (messages, row) of its last request
+        self.last = {}  # conversation -> (number of messages, row) of its last request
         self.noticed = Counter()
 
     def ask(self, what: tuple, messages: list[dict]) -> dict:
-        """The reply to these messages, of the conversation `what`, and its usage."""
+        """Returns the reply to the messages of the conversation `what`, and its usage."""
         asked = hashed([*what, messages])
         row = self.rows.get(asked)
         if row is None:
             try:
-                reply, used = self.endpoint(messages)
+                reply, usage = self.endpoint(messages)
             except OnlyThoughts as error:
                 self.notice("only_thoughts", f"{error}; such requests are counted")
                 raise
-            cut = self.is_cut(what, messages, used["prompt_tokens"])
-            row = dict(asked=asked, phase=self.run.name, reply=reply, cut_prompts=int(cut), **used)
+            cut = self.is_cut(what, messages, usage["prompt_tokens"])
+            row = dict(asked=asked, phase=self.run.name, reply=reply, cut_prompts=int(cut), **usage)
             with self.lock, open(self.file, "a") as file:
                 file.write(json.dumps(row) + "\n")
                 self.rows[asked] = row
@@ -111,37 +111,43 @@ class Paid:
         return row
 
     def is_cut(self, what: tuple, messages: list[dict], tokens: int) -> bool:
-        """Whether a conversation has grown, and the endpoint has read no more tokens of it."""
+        """Returns True if a conversation grew, but the endpoint processed no more tokens of it."""
         if what not in self.last:
             return False
         count, before = self.last[what]
         cut = len(messages) > count and 0 < tokens <= before["prompt_tokens"]
         if cut:
-            self.notice("cut_prompts", f"{self.endpoint.url}: a conversation grew, and {tokens:,} "
-                        "tokens of it were read as before; it leaves some out, unless it can read "
-                        "more (ollama: num_ctx); such requests are counted")
+            self.notice("cut_prompts", f"{self.endpoint.url}: a conversation grew, but its "
+                        f"prompt did not ({tokens:,} tokens); the server truncates it, so raise "
+                        "its context length (ollama: num_ctx); such requests are counted")
         return cut
 
-    def notice(self, name: str, said: str) -> None:
-        """Counts what is said once."""
+    def notice(self, name: str, message: str) -> None:
+        """Counts an event, and prints a message the first time."""
         with self.lock:
             self.noticed[name] += 1
             if self.noticed[name] == 1:
-                tqdm.write(said, file=sys.stderr)
+                tqdm.write(message, file=sys.stderr)
 
     def play(self, episodes: list[Trajectory], make_env: Callable, answer: Callable) -> None:
-        """Lets the endpoint play episodes, `slots` at a time, in environments of `make_env`; answer
-        is that of `playing.play`."""
-        most = self.run.settings.max_tokens
+        """Runs `slots` episodes at a time against the endpoint.
+
+        Args:
+            episodes: The trajectories that the episodes fill.
+            make_env: Makes an environment.
+            answer: Answers an episode, as in `playing.play`.
+        """
+        max_tokens = self.run.settings.max_tokens
         works = []
         with self.run.bar(len(episodes)) as progress:
             for slot in range(self.slots):
                 works.append(partial(playing.play, make_env, Text(), episodes[slot::self.slots],
-                                     answer, 1, most, lambda t: progress.update()))
+                                     answer, 1, max_tokens, lambda t: progress.update()))
             self.side_by_side(works)
 
     def side_by_side(self, works: list[Callable]) -> list:
-        """What these return, `slots` at a time. After an error nobody asks any more."""
+        """Calls these functions, `slots` at a time, and returns their results. After an error no
+        further request is sent."""
         threads = ThreadPoolExecutor(self.slots)
         try:
             results = [threads.submit(work) for work in works]
@@ -153,19 +159,19 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """What all answers of the phase took, by the names in USAGE; and, where there are any, how
-        many requests were answered by thoughts alone, and how many replies were empty."""
+        """Sums the usage of all responses of the phase, with the keys of USAGE. Adds the number of
+        responses with reasoning only, and of empty replies, if there are any."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
-        found = {name: sum(row.get(name, 0) for row in rows) for name in USAGE}
-        others = dict(only_thoughts=self.noticed["only_thoughts"],
+        usage = {name: sum(row.get(name, 0) for row in rows) for name in USAGE}
+        events = dict(only_thoughts=self.noticed["only_thoughts"],
                       empty_replies=sum(not row["reply"].strip() for row in rows))
-        return found | {name: n for name, n in others.items() if n}
+        return usage | {name: n for name, n in events.items() if n}
 
 
 class Text:
-    """Stands in for the encoder of an agent that reads and writes text."""
+    """Replaces the encoder: an endpoint works on text and has no token ids here."""
 
-    def start(self, said) -> list[int]:
+    def start(self, messages) -> list[int]:
         return []
 
     observation = start
@@ -176,7 +182,7 @@ class Text:
 
 
 class Player:
-    """Plays episodes at an endpoint, in the place of an agent."""
+    """Answers episodes by an endpoint instead of an agent."""
 
     def __init__(self, run: Run):
         s = run.settings
@@ -187,71 +193,72 @@ class Player:
         self.refusals = []
 
     def answer(self, asked: list) -> list:
-        """What the endpoint says to one episode; None where it can read no further."""
+        """Returns the reply to one episode, or None if its context is full or it is refused."""
         (t, _), = asked
         s = self.settings
         what = t.task, t.rollout
         if t.steps:
             _, last = self.paid.last[what]
-            if last["prompt_tokens"] + last["completion_tokens"] >= s.max_tokens:
+            if last.get("context_tokens", 0) >= s.max_tokens:
                 return [None]
         messages = t.messages
-        if self.examples:  # which open with the rules
+        if self.examples:  # the first example has the rules
             messages = [*self.examples, without_rules(messages[0], self.env), *messages[1:]]
         try:
             return [(self.paid.ask(what, messages)["reply"], [])]
         except ContextFull as error:
             if t.steps == 0:
-                self.refuse(t, Refused, f"its first request can never fit: {error}; lower "
+                self.refuse(t, Refused, f"its first request never fits: {error}; lower "
                             f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
-                            "give a model that reads more")
+                            "use a model with a longer context")
         except NotAnswered as error:
             self.refuse(t, NotAnswered, str(error))
         return [None]
 
     def refuse(self, t: Trajectory, kind: type, why: str) -> None:
-        """Ends an episode that the endpoint refuses, or the run, by an error of this kind."""
+        """Ends a refused episode with reward 0, or with --refused stop the run, by an error."""
         self.refusals.append(f"{t.task}: {why}")
         if self.settings.refused == "stop":
-            raise kind(f"{self.refusals[-1]}; --refused zero goes on, and counts such tasks as "
-                       "reward 0")
+            raise kind(f"{self.refusals[-1]}; to continue and count such tasks as "
+                       "reward 0, add --refused zero")
         t.ended = "refused"
         t.reward = 0.0
 
 
 @by_one_rank
 def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
-    """The episodes, played, and what all requests of the phase took."""
+    """Runs the episodes. Returns them and the usage of all requests of the phase."""
     player = Player(run)
     make_env = partial(run.make_env, examples=run.settings.examples)
     player.paid.play(episodes, make_env, player.answer)
-    numbers = player.paid.spent()
-    if player.refusals and not numbers["requests"]:
-        raise Refused(f"the endpoint answers no request; {player.refusals[0]}")
+    usage = player.paid.spent()
+    if player.refusals and not usage["requests"]:
+        raise Refused(f"the endpoint refuses every request; {player.refusals[0]}")
     if player.refusals:
-        numbers["refused"] = sum(t.ended == "refused" for t in episodes)
-    return episodes, numbers
+        usage["refused"] = sum(t.ended == "refused" for t in episodes)
+    return episodes, usage
 
 
 def examples(run: Run) -> list[dict]:
-    """The conversations of the first experts that succeed on tasks which are not evaluated. The
-    rules open the first of them. By ETO's protocol the opening has its own examples."""
+    """Returns expert conversations to show first: those of the first experts' trajectories that
+    succeed on tasks that are not evaluated. Only the first one has the environment's rules. With
+    --protocol eto there are none, since the opening has its own examples."""
     env = run.env
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:
         return []
     evaluated = evaluated_tasks(env, run.splits)
-    found = []  # conversations
+    conversations = []
     for task, messages, reward in experts(env, run.settings.experts, 0):
         if reward >= 1 and repr(env.find(task)) not in evaluated:
-            found.append(messages)
-        if len(found) == count:
+            conversations.append(messages)
+        if len(conversations) == count:
             break
-    if len(found) < count:
-        raise Refused(f"--examples {count}: successful experts on tasks that are not "
-                      f"evaluated: {len(found)}; give fewer")
-    turns = found[0]
-    for opening, *rest in found[1:]:
+    if len(conversations) < count:
+        raise Refused(f"--examples {count}: expert trajectories that succeed on tasks that "
+                      f"are not evaluated: {len(conversations)}; lower --examples")
+    turns = conversations[0]
+    for opening, *rest in conversations[1:]:
         turns = [*turns, without_rules(opening, env), *rest]
     return turns
 
@@ -270,13 +277,13 @@ def is_endpoint(model: str) -> bool:
 @dataclass(frozen=True)
 class Chat(Stated):
     """A chat endpoint"""
-    # The name of the model at its endpoint [none]
+    # Name of the model at its endpoint [none]
     model_name: Optional[str] = None
-    # Conversations that are shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
-    # the code of IPR on WebShop]
+    # Number of example conversations that are shown first: expert demonstrations, or those of ETO's
+    # prompts with --protocol eto [ETO; 0 in the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
-    # What a task does that the endpoint refuses for good: it ends the run, or counts as reward 0
-    # [ours]
+    # What happens if the endpoint refuses a request for good: "stop" ends the run, "zero" gives the
+    # task reward 0 [ours]
     refused: Free[Literal["stop", "zero"]] = "stop"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -284,7 +291,7 @@ class Chat(Stated):
         return [*super().conflicts(s),
                 (is_web_address(s.model) != chats, f"--model {s.model} --method {s.method}",
                  "an endpoint, http://host:port/v1 or https://host/v1, needs --method chat, and "
-                 "chat an endpoint"),
+                 "--method chat needs an endpoint"),
                 (chats and not s.model_name, "--model-name",
                  "give the model's name at the endpoint")]
 
@@ -293,7 +300,7 @@ PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", 
           "max_new_tokens", "slots", "temperature", "rollouts", "track")
 METHODS = {
     "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"),
-                       "nothing is trained: the model, or an agent's folder, plays as it is"),
+                       "no training: evaluates a model or an agent's folder"),
     "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
-                   "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
+                   "no training: evaluates a chat endpoint, --model https://host/v1"),
 }

@@ -1,9 +1,10 @@
-"""An explorer at an endpoint: what another model makes of the signals, does there and proposes.
+"""An explorer at a chat endpoint, which replaces the agent in the second system's exploration.
 
-    --explorer https://host/v1 --explorer-model NAME        in place of the agent, by the same loop
+    --explorer https://host/v1 --explorer-model NAME
 
-What it says is data: its actions go through the environment's own reader; its proposals are JSON
-that is read strictly and whose solutions are played before they count.
+It interprets the signals, explores, and proposes tasks. Its output is data: the environment parses
+its actions as it parses an agent's, its proposals are strict JSON, and a proposal counts only after
+its solution has been played.
 """
 
 import json
@@ -24,9 +25,10 @@ from evolve import by_one_rank, env_with, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, is_endpoint
 
-LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
-OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one
-REPLY = 1024  # tokens of an answer, at most [ours]
+LONGEST = 6000  # maximum characters of a conversation in a request [ours]
+OPENING, TURN = 1500, 1000  # maximum characters of its first message, and of each other one
+REPLY = 1024  # maximum tokens of a reply [ours]
+LONGEST_REPLY = 20_000  # maximum characters of a reply that are parsed [ours]
 
 REFLECT = """\
 An agent works in an environment. Here is where it is weak: {signal}.
@@ -59,12 +61,13 @@ have to be written, that solve it from the start)."""
 
 WEAK = {"forgetting": "it solved this task before and no longer does",
         "boundary": "of several tries of one policy some succeed and some fail"}
-OBJECT = re.compile(r'\{\s*"')  # where one begins; one of a proposal's, not of an action in it:
+OBJECT = re.compile(r'\{\s*"')  # start of an object; start of a proposal, not of an action in it:
 PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: list[Path]) -> Path:
-    """Proposals without verdicts, as `evolve.find_tasks`, whoever explores."""
+    """Returns the file of proposals without verdicts, as `evolve.find_tasks` does. The explorer is
+    the agent or an endpoint."""
     if not is_endpoint(run.settings.explorer):
         return evolve.find_tasks(run, i, agent, task_set, signals)
     contexts = []
@@ -79,57 +82,59 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: lis
 
 @by_one_rank
 def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
-    """What the endpoint makes of each picked signal and its evidence, else the signal's name."""
+    """Writes the endpoint's interpretation of each picked signal and its evidence. If the reply
+    cannot be parsed, the name of the signal is written."""
     picks = evolve.picks_of([signals])
-    asked = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
-    answers, spent = ask_all(run, asked)
+    prompts = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
+    replies, usage = ask_all(run, prompts)
     rows = []
     unreadable = 0
-    for pick, answer in zip(picks, answers):
-        contexts = [found for found in objects(answer or "") if found]
+    for pick, reply in zip(picks, replies):
+        contexts = [value for value in objects(reply or "") if value]
         unreadable += not contexts
         rows.append(dict(task=pick["task"], context=contexts[0] if contexts else weakness(pick)))
     write(run, out, rows)
-    return spent | dict(unreadable=unreadable)
+    return usage | dict(unreadable=unreadable)
 
 
 @by_one_rank
 def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
-    """Lets the endpoint play the episodes of `begin_exploring`; one that it refuses is not kept."""
+    """Runs the episodes of `begin_exploring` at the endpoint. Refused episodes are dropped."""
     explorer = Player(run, {row["task"]: row["context"] for row in rows_of(contexts)})
     begun = evolve.begin_exploring(run, signals, 1, i)
     make_env = partial(env_with, run, rows_of(task_set))
     explorer.paid.play(begun, make_env, explorer.answer)
     kept = [t for t in begun if t.ended != "context"]
     write(run, out, kept)
-    found = outcomes(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
-    return found | explorer.paid.spent() | dict(refused=len(begun) - len(kept))
+    numbers = outcomes(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
+    return numbers | explorer.paid.spent() | dict(refused=len(begun) - len(kept))
 
 
 @by_one_rank
 def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: int) -> dict:
-    """The tasks that the endpoint proposes after each episode, {signal, source, text, task,
-    solution}, in random order. Those of another form have no task: counted, never mended."""
+    """Writes the tasks that the endpoint proposes after each episode, in random order, as rows
+    {signal, source, text, task, solution}. A malformed proposal has no task. It is counted and
+    never repaired."""
     d = rows_of(task_set)
     episodes = [evolve.Explored(**row) for row in read_jsonl(explored)]
     generator = env_with(run, d).task_generator()
     known = "\n".join(row["text"] for row in d if "text" in row)[-LONGEST:] or "(none yet)"
-    ask = partial(ABSTRACT.format, form=generator.form, known=known)
-    asked = [ask(conversation=told(t.messages, LONGEST)) for t in episodes]
-    answers, spent = ask_all(run, asked)
+    prompt = partial(ABSTRACT.format, form=generator.form, known=known)
+    prompts = [prompt(conversation=told(t.messages, LONGEST)) for t in episodes]
+    replies, usage = ask_all(run, prompts)
     rows = []
     unreadable = 0
     for n in evolve.rng_of(run, "propose", i).sample(range(len(episodes)), len(episodes)):
         t = episodes[n]
-        for value in objects(answers[n]) if answers[n] else []:
+        for value in objects(replies[n]) if replies[n] else []:
             if value is None:
                 unreadable += 1
             else:
-                found = written(generator, t.task, value)
-                rows.append(dict(signal=t.signal, source=t.task, **found))
+                proposal = written(generator, t.task, value)
+                rows.append(dict(signal=t.signal, source=t.task, **proposal))
     write(run, out, rows)
-    return spent | dict(finds=len(rows), unreadable=unreadable)
+    return usage | dict(finds=len(rows), unreadable=unreadable)
 
 
 def endpoint_of(run: Run) -> Paid:
@@ -137,43 +142,52 @@ def endpoint_of(run: Run) -> Paid:
     return Paid(run, Endpoint(s.explorer, s.explorer_model, evolve.EXPLORER_TEMPERATURE, REPLY))
 
 
-def reply_to(paid: Paid, what: tuple, text: str, rest: list[dict]) -> str | None:
-    """The reply to a text, and what was said after it; None where it is refused."""
+def reply_to(paid: Paid, what: tuple, prompt: str, rest: list[dict]) -> str | None:
+    """Returns the reply to a conversation, which is a prompt and the turns after it, or None if the
+    endpoint refuses it."""
     try:
-        return paid.ask(what, [dict(role="user", content=text), *rest])["reply"]
+        return paid.ask(what, [dict(role="user", content=prompt), *rest])["reply"]
     except (ContextFull, NotAnswered):
         return None
 
 
-def ask_all(run: Run, texts: list[str]) -> tuple[list[str | None], dict]:
-    """The replies to some texts, and what all requests took."""
+def ask_all(run: Run, prompts: list[str]) -> tuple[list[str | None], dict]:
+    """Returns the replies to some prompts, and the usage of all requests."""
     paid = endpoint_of(run)
-    works = [partial(reply_to, paid, (run.name, n), text, []) for n, text in enumerate(texts)]
+    works = [partial(reply_to, paid, (run.name, n), prompt, [])
+             for n, prompt in enumerate(prompts)]
     return paid.side_by_side(works), paid.spent()
 
 
 class Player:
-    """Plays episodes that are led to something, by context; led: task -> its context."""
+    """Answers exploring episodes by the endpoint.
 
-    def __init__(self, run: Run, led: dict[str, dict | str]):
+    Args:
+        run: The run.
+        contexts: What to look into, by task. A task without one is explored freely.
+    """
+
+    def __init__(self, run: Run, contexts: dict[str, dict | str]):
         self.paid = endpoint_of(run)
-        self.led = led
+        self.contexts = contexts
         self.form = ""
         if not run.env.prompt:
             actions = run.env.task_generator().actions
             self.form = f" Answer with the action and nothing else: {actions}."
 
     def answer(self, asked: list) -> list:
-        """What the endpoint does next in one episode; None where it refuses to."""
+        """Returns the next reply of one episode, or None if the endpoint refuses it."""
         (t, _), = asked
         opening, *rest = t.messages
-        context = f", above all:\n{json.dumps(self.led[t.task])}" if t.task in self.led else ""
-        text = ACT.format(context=context, form=self.form, opening=opening["content"])
-        reply = reply_to(self.paid, (t.agent, t.iteration, t.task, t.rollout), text, rest)
+        context = ""
+        if t.task in self.contexts:
+            context = f", above all:\n{json.dumps(self.contexts[t.task])}"
+        prompt = ACT.format(context=context, form=self.form, opening=opening["content"])
+        reply = reply_to(self.paid, (t.agent, t.iteration, t.task, t.rollout), prompt, rest)
         return [None if reply is None else (reply, [])]
 
 
-# ----------------------------------------------------------------------------------- its words
+# ------------------------------------------------------------------------- prompts and replies
 
 
 def weakness(pick: dict) -> str:
@@ -183,47 +197,52 @@ def weakness(pick: dict) -> str:
 
 
 def evidence(pick: dict) -> str:
-    found = dict(success=pick.get("success") or pick.get("success_then"), failure=pick["failure"])
+    conversations = dict(success=pick.get("success") or pick.get("success_then"),
+                         failure=pick["failure"])
     return "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}"
-                       for name, messages in found.items() if messages)
+                       for name, messages in conversations.items() if messages)
 
 
-def told(messages: list[dict], most: int) -> str:
-    """A conversation in at most so many characters: the ends of its opening and of the rest."""
+def told(messages: list[dict], size: int) -> str:
+    """Returns a conversation in at most `size` characters: the end of its first message, and the
+    end of the rest."""
     opening, *rest = messages
     first = f"user: {opening['content'][-OPENING:]}"
     later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
-    return first + later[-(most - len(first)):]
+    return first + later[-(size - len(first)):]
 
 
 def objects(reply: str) -> list[dict | None]:
-    """The JSON objects in a reply; None for each that is broken or cut, or where nothing is said.
-    After such a one the next begins as a proposal does: what stands in it is not another."""
-    found = []
-    at = 0
-    begins = OBJECT
-    while start := begins.search(reply, at):
+    """Returns the JSON objects in a reply, with None for each malformed or truncated one, and for a
+    reply without any. After a malformed object only the start of a proposal counts, because an
+    object inside the malformed one is not another proposal."""
+    reply = reply[:LONGEST_REPLY]
+    values = []
+    position = 0
+    opening = OBJECT
+    while start := opening.search(reply, position):
         try:
-            value, at = json.JSONDecoder().raw_decode(reply, start.start())
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # half a surrogate pair
+            value, position = json.JSONDecoder().raw_decode(reply, start.start())
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
         except (ValueError, RecursionError):
             value = None
-            at = max(at, start.end())
-        found.append(value)
-        begins = PROPOSAL if value is None else OBJECT
-    return found or [None] * ("[]" not in reply)
+            position = max(position, start.end())
+        values.append(value)
+        opening = PROPOSAL if value is None else OBJECT
+    return values or [None] * ("[]" not in reply)
 
 
 def written(generator, task: str, value: dict) -> dict:
-    """The proposal {text, task, solution} of an object; its task is None if it is of no form."""
+    """Returns the proposal {text, task, solution} of an object. The task of a malformed one is
+    None."""
     query = value.get("query")
     actions = value.get("action_sequence")
     is_text = isinstance(query, str) and query.strip() and len(query) <= evolve.LONGEST_TEXT
     if not is_text or not isinstance(actions, list):
         return dict(text="", task=None, solution=[])
     actions = [action if isinstance(action, str) else json.dumps(action) for action in actions]
-    found = generator.written(task, dict(query=query, action_sequence=actions))
-    return found or dict(text=query, task=None, solution=[])
+    proposal = generator.written(task, dict(query=query, action_sequence=actions))
+    return proposal or dict(text=query, task=None, solution=[])
 
 
 # ------------------------------------------------------------------------------------ settings
@@ -234,10 +253,10 @@ Who = limited(str, "must be policy, http://host:port/v1 or https://host/v1",
 
 @dataclass(frozen=True)
 class Explorer(evolve.Evolution, Stated):
-    """An explorer in place of the agent"""
-    # Who explores: policy, the agent itself, or https://host/v1, an endpoint [ours; D: Qwen3-Max]
+    """The explorer"""
+    # Explorer: "policy" (the agent itself) or a chat endpoint, https://host/v1 [ours; D: Qwen3-Max]
     explorer: Who = "policy"
-    # The name of the explorer's model at its endpoint [none]
+    # Name of the explorer's model at its endpoint [none]
     explorer_model: Optional[str] = None
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -248,4 +267,4 @@ class Explorer(evolve.Evolution, Stated):
 
 METHODS = {name: method._replace(loop=partial(method.loop, find=find_tasks),
                                  reads=(*method.reads, "explorer", "explorer_model"))
-           for name, method in evolve.METHODS.items()}  # of the second system, whoever explores
+           for name, method in evolve.METHODS.items()}  # the second system, with any explorer

@@ -1,6 +1,6 @@
-"""Play a task in the terminal: `bash run.sh play ENV [TASK]`, in the one episode that agents play
-too. TASK is an id such as webshop-test-3, or a split, of which one is drawn. With
---agent a trained agent plays: Enter plays what it is about to do, your own words replace it. Other
+"""Play a task in the terminal: `bash run.sh play ENV [TASK]`. It is the same episode that agents
+play. TASK is an id such as webshop-test-3, or a split, from which a task is drawn. With --agent a
+trained agent proposes each reply: press Enter to accept it, or type your own reply instead. Other
 flags are those of run.sh ENV.
 """
 
@@ -31,19 +31,27 @@ ENDS = dict(budget="out of turns", context="out of context", done="done")
 
 
 class Encoder(chat.Encoder):
-    """Of a folder's model; the person's words stay as they are, the agent may not have them."""
+    """The encoder of a model in a folder. A reply that a person typed stays as it is, even if the
+    agent cannot write it."""
 
     def __init__(self, folder: Path):
-        rows = models.read_config(folder).get_text_config().vocab_size
-        super().__init__(models.read_tokenizer(folder), rows)
-        self.said = ""  # by the person in this turn, if anything
+        vocab_size = models.read_config(folder).get_text_config().vocab_size
+        super().__init__(models.read_tokenizer(folder), vocab_size)
+        self.typed = ""  # the reply that the person typed in this turn
 
     def close(self, ids, stops):
-        return (ids, [], self.said) if self.said else super().close(ids, stops)
+        return (ids, [], self.typed) if self.typed else super().close(ids, stops)
 
 
 class Agent:
-    """The agent in a folder, as it plays in its run; config: config.json of that."""
+    """The agent in a folder, with the settings of its run.
+
+    Args:
+        folder: The agent's folder.
+        config: The content of the run's config.json.
+        encoder: The encoder of its model.
+        stops: The stop strings of the environment.
+    """
 
     def __init__(self, folder: Path, config: dict, encoder: Encoder, stops: tuple[str, ...]):
         s = SimpleNamespace(**config["settings"])
@@ -58,11 +66,11 @@ class Agent:
 
     @torch.inference_mode()
     def propose(self, t: dpo.Trajectory) -> tuple[list[int], str, float]:
-        """The greedy reply to an episode so far: ids, text, probability."""
+        """Returns the greedy reply to an episode so far: ids, text and probability."""
         (ids, _), = self.answer([(t, random.Random())])
-        read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
-        log_p = dpo.token_log_probs(self.model, [read], self.encoder.sampler().scores).sum()
-        self.encoder.said = ""
+        extended = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
+        log_p = dpo.token_log_probs(self.model, [extended], self.encoder.sampler().scores).sum()
+        self.encoder.typed = ""
         _, _, text = self.encoder.close(ids, self.stops)
         return ids, text, log_p.exp().item()
 
@@ -71,24 +79,25 @@ def say(text: str) -> None:
     print(visible(text), flush=True)
 
 
-def play(env: Environment, encoder: Encoder, task: str, most: float, agent: Agent | None) -> str:
-    """One episode by the person, or by the agent where that one says nothing.
+def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
+         agent: Agent | None) -> str:
+    """Runs one episode. The person types the replies, or accepts those of the agent.
 
     Args:
         env: The environment.
-        encoder: The agent's, or any.
+        encoder: The agent's encoder. Without an agent it is that of any model.
         task: The task's id.
-        most: Tokens of the episode.
-        agent: Who plays beside the person.
+        max_tokens: Maximum length of the episode in tokens.
+        agent: The agent that proposes replies, if any.
 
     Returns:
-        How it ended.
+        A line that says how the episode ended.
     """
     t = dpo.Trajectory(task)
     shown = 0
     ids = []
-    running = episode(env, encoder, t, most)
-    say(f"{task}; ? explains, q quits")
+    running = episode(env, encoder, t, max_tokens)
+    say(f"{task}; ? prints the rules, q quits")
     try:
         running.send(None)
         while True:
@@ -97,30 +106,31 @@ def play(env: Environment, encoder: Encoder, task: str, most: float, agent: Agen
             say(f"\n--- turn {t.steps + 1} of {env.max_steps}")
             if agent:
                 ids, text, p = agent.propose(t)
-                say(f"The agent's reply, of probability {p:.1%}; Enter plays it:\n    "
+                say(f"The agent's reply, with probability {p:.1%}; Enter accepts it:\n    "
                     + text.replace("\n", "\n    "))
-            encoder.said = typed(env, may_be_empty=agent is not None)
-            ids = encoder.reply(encoder.said) if encoder.said else ids
+            encoder.typed = typed(env, may_be_empty=agent is not None)
+            ids = encoder.reply(encoder.typed) if encoder.typed else ids
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
-        how = ENDS[t.ended]
+        end = ENDS[t.ended]
     except (EOFError, KeyboardInterrupt):
-        how = "left"
+        end = "left"
     solved = "no" if t.is_failure else "a"
     turns = "1 turn" if t.steps == 1 else f"{t.steps} turns"
-    return f"{how} after {turns}: reward {t.reward:.3f}, {solved} success"
+    return f"{end} after {turns}: reward {t.reward:.3f}, {solved} success"
 
 
 def typed(env: Environment, may_be_empty: bool) -> str:
-    """The person's reply: an action, the number of one, or nothing; EOFError for q."""
+    """Reads the person's reply: an action, the number of an action, or nothing. Raises EOFError for
+    q."""
     actions, forms = env.possible()
     numbered = {str(n): action for n, action in enumerate(actions, 1)}
     if numbered:
-        say("possible:  " + "   ".join(map(" ".join, numbered.items())))
+        say("possible actions:  " + "   ".join(map(" ".join, numbered.items())))
     while True:
         line = input("your action: ").strip()
         if not sys.stdin.isatty():
-            print(line)  # so that what was played can be read afterwards
+            print(line)  # a log of a pipe has the replies, too
         if line in ("q", "quit"):
             raise EOFError
         if line == "?":
@@ -130,28 +140,28 @@ def typed(env: Environment, may_be_empty: bool) -> str:
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
-    """(run, an agent's folder in it) of that folder, or of the run: its last target agent that is
-    there."""
+    """Finds the agent that a path names: an agent's folder, or a run, whose last existing target
+    agent is taken. Returns the run's folder and the agent's folder."""
     run = run_of(path)
     agents = [path]
     if (path / "phases.json").exists():
         run = path
         agents = [path / output for output in phases_of(path)
                   if output == "sft-target" or output.endswith("/target-agent")]
-    there = [agent for agent in agents if (agent / "config.json").is_file()]
-    if run and there:
-        return run, there[-1]
-    raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in one; name a "
-                  "folder like runs/webshop-coevolve-s0")
+    existing = [agent for agent in agents if (agent / "config.json").is_file()]
+    if run and existing:
+        return run, existing[-1]
+    raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in a run; give "
+                  "a folder like runs/webshop-coevolve-s0")
 
 
-def chosen(env: Environment, asked: str) -> str:
-    """The task asked for, or any of the split asked for; Refused if there is none."""
+def chosen(env: Environment, name: str) -> str:
+    """Returns a task by its id, or a random task of a split. Raises Refused if there is none."""
     try:
-        if "-" in asked:
-            env.find(asked)
-            return asked
-        return random.choice(env.tasks(asked))
+        if "-" in name:
+            env.find(name)
+            return name
+        return random.choice(env.tasks(name))
     except ValueError as error:
         raise Refused(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
 
@@ -159,18 +169,18 @@ def chosen(env: Environment, asked: str) -> str:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh play ENV [TASK]", allow_abbrev=False,
                                      description=__doc__)
-    parser.add_argument("--agent", type=Path, help="a run, whose last target agent plays, or an "
-                        "agent's folder in it, such as RUN/iter1/failure-agent")
+    parser.add_argument("--agent", type=Path, help="a run, for its last target agent, or an "
+                        "agent's folder in a run, such as RUN/iter1/failure-agent")
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
-    asked, flags = parser.parse_known_args(argv[len(words):])
+    arguments, flags = parser.parse_known_args(argv[len(words):])
     if not words:
-        raise Refused("name an environment: play webshop; --help says more")
+        raise Refused("name an environment, such as play webshop; see --help")
     run, folder = None, models.MODELS["tiny"]
-    if asked.agent:
-        run, folder = agent_of(asked.agent)
+    if arguments.agent:
+        run, folder = agent_of(arguments.agent)
         trained_on = config_of(run)["settings"]["env"]
         if trained_on != words[0]:
-            raise Refused(f"--agent: it was trained on {trained_on}, not on {words[0]}")
+            raise Refused(f"--agent: this agent was trained on {trained_on}, not on {words[0]}")
         flags = [*way_of(run, trained_on), *flags]
     s, options = parse(["--env", words[0], "--method", "sft", "--model", "a person", *flags],
                        coevolve.Settings, coevolve.METHODS, environment)
@@ -188,6 +198,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdin, sys.stdout):  # whatever is typed or shown, it goes on
+    for stream in (sys.stdin, sys.stdout):  # a character that cannot be shown is no error
         stream.reconfigure(errors="replace")
     command("play", main)

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from lab.runfiles import SOLVED, config_of, phases_of, that_found
 # A table: its title, the names of its columns, and rows. A column whose name begins with < is
 # aligned to the left.
 Table = tuple[str, list[str], list[tuple]]
-RECORDS = {"work", "recipe", "output", "i"}  # what is recorded beside what was found
+# What is recorded beside what was found.
+RECORDS = {"work", "recipe", "output", "i", "hash", "edited"}
 
 
 def bootstrap_interval(values) -> tuple[float, float]:
@@ -27,8 +29,9 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
     """What is recorded of the evaluations whose files are there, and what the files say: the mean
-    reward and its interval `low`, `high`, how many episodes filled the context, and the share of
-    scenarios of which all tasks are solved, where tasks have scenarios."""
+    reward and its interval `low`, `high`, the share of successes, how many episodes filled the
+    context, and the share of scenarios of which all tasks are solved, where tasks have scenarios.
+    """
     env = config_of(run)["settings"]["env"]
     found = []
     for row in that_found(phases, "split", "name", "episodes", "reward", "success"):
@@ -39,10 +42,12 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
         of_task = defaultdict(list)
         for episode in episodes:
             of_task[episode["task"]].append(episode["reward"])
-        reward = float(np.mean([episode["reward"] for episode in episodes]))
+        reward = fmean(episode["reward"] for episode in episodes)
+        success = fmean(episode["reward"] >= SOLVED for episode in episodes)
         low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
         full = sum(episode["ended"] == "context" for episode in episodes)
-        said = dict(reward=reward, low=low, high=high, tasks=len(of_task), out_of_context=full)
+        said = dict(reward=reward, success=success, low=low, high=high, tasks=len(of_task),
+                    out_of_context=full)
         found.append(row | said | scenarios(environment(env), of_task))
     return found
 
@@ -85,7 +90,8 @@ def table_of(title: str, rows: list[dict]) -> Table:
     shown = []
     columns = {}
     for row in rows:
-        cells = {"<phase": row["output"]}
+        edited = " (edited since)" * ("edited" in row)
+        cells = {"<phase": row["output"] + edited}
         for name, value in row.items():
             if name not in RECORDS:
                 cells |= cells_of(name, value)

@@ -14,14 +14,17 @@ import json
 import os
 import textwrap
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lab.page import figures
 from lab.page.report import Table
-from lab.runfiles import command
+from lab.runfiles import agents_of, command, is_finished, phases_of, visible
 from lab.study import numbers
+from lab.study.changes import changes
 from lab.study.methods import Runs, arm_of, differences, named
 from lab.study.numbers import interval, of_seeds, paired
 
@@ -50,21 +53,24 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
     if compared is None:
         compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
         of_shares = compared
-        made.append(("Settings in which they differ", ["<setting", "<method", "<value"],
-                     differences(runs)))
+        made += [("Settings in which they differ", ["<setting", "<method", "<value"],
+                  differences(runs)), changes(runs)]
     compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
-    found = numbers.evaluations(runs)
-    for when, some in (("after its last iteration", numbers.after_the_last(found)),
-                       ("after the iteration that validation chooses",
-                        numbers.after_the_best(found))):
+    made.append(states(runs))
+    found, notes = numbers.on_common_tasks(numbers.evaluations(runs))
+    best = numbers.after_the_best(found)
+    for when, some, of_both in (
+            ("after its last iteration", numbers.after_the_last(found),
+             partial(numbers.last_of_both, found)),
+            ("after the iteration that validation chooses", best, lambda a, b: best)):
         made.append(of_target(f"Greedy evaluation of the target {when}", some))
         made.append((f"Differences on the same seeds, {when}",
-                     ["<difference", "<split", "<reward", "<success"],
-                     leads(some, compared, "split", MEASURES)))
+                     ["<difference", "<split", "<iterations", "<reward", "<success"],
+                     greedy_leads(compared, of_both)))
     made += [of_costs(runs), table_2(runs, of_shares), figure_3(runs, out),
              over_iterations(found, out)]
 
-    texts = [title]
+    texts = [title, *notes]
     read_by_programs = {}
     for name, columns, rows in made:
         if rows:
@@ -84,8 +90,8 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
 
 def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
     cells = [[column.lstrip("<") for column in columns]]
-    for row in rows:
-        cells.append([cell(x) for x in row])
+    for row in rows:  # names and settings may hold what a terminal obeys
+        cells.append([visible(cell(x)).replace("\n", " ") for x in row])
     lines = [title]
     widths = [max(map(len, column)) for column in zip(*cells)]
     for row in cells:
@@ -144,6 +150,41 @@ def leads(
         if ahead[0]:
             rows.append((f"{a} - {b}", group, *ahead))
     return rows
+
+
+def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tuple]:
+    """A row for each of those compared and each split: the iterations, and by how much the first is
+    ahead, or that both played the same episodes. of_both(a, b) are the evaluations of both."""
+    rows = []
+    for a, b in compared:
+        some = of_both(a, b)
+        for name, split, *ahead in leads(some, [(a, b)], "split", MEASURES):
+            of_a, of_b = (of_seeds(some, "i", arm=arm, split=split) for arm in (a, b))
+            iterations = [f"{of_a[seed]}" if of_a[seed] == of_b[seed] else
+                          f"{of_a[seed]} - {of_b[seed]}" for seed in of_a if seed in of_b]
+            if numbers.identical(some, a, b, split):
+                ahead = ["all episodes identical"] * len(ahead)
+            rows.append((name, split, ", ".join(iterations), *ahead))
+    return rows
+
+
+def states(runs: Runs) -> Table:
+    """The runs that have not finished, have no agent called target, or whose files were edited."""
+    rows = []
+    for arm, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            phases = phases_of(run)
+            agents = agents_of(phases)
+            notes = []
+            if not is_finished(run):
+                i = max((row["i"] for row in phases.values()), default=0)
+                notes.append(f"unfinished, iteration {i}")
+            if "target" not in agents:
+                notes.append(f"no agent is called target, only: {', '.join(agents) or 'none'}")
+            notes += [f"{output} was edited" for output, row in phases.items() if "edited" in row]
+            if notes:
+                rows.append((arm, str(seed), "; ".join(notes)))
+    return "Runs to note", ["<method", "<seed", "<note"], rows
 
 
 def of_target(title: str, found: list[dict]) -> Table:
@@ -211,8 +252,8 @@ def over_iterations(found: list[dict], out: Path) -> Table:
         made, axes = figures.figure(len(curves), height=5)
         for ax, (split, of_split) in zip(axes, curves.items()):
             for n, (arm, points) in enumerate(of_split.items()):
-                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3, label=arm,
-                            linestyle=figures.LINES[n // 10 % 3])
+                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3,
+                            label=visible(arm), linestyle=figures.LINES[n // 10 % 3])
             figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
         figures.legend(axes[0])
         figures.write(made, out / "curves.svg")
@@ -240,7 +281,7 @@ def main(argv: list[str]) -> None:
     beside = os.path.commonpath([path.resolve().parent for _, path in given])
     out = asked.out or Path(beside, "report")
     print(write_report("Comparison of runs", named(given), out))
-    print(f"compare: {out} holds this, the numbers and the figures")
+    print(f"compare: {visible(str(out))} holds this, the numbers and the figures")
 
 
 if __name__ == "__main__":

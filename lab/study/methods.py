@@ -96,14 +96,17 @@ def task_counts(phases: dict) -> list[int]:
 
 
 def trained(phases: dict, agent: str = "") -> list[dict]:
-    """The training phases after the first SFT, of all agents or one."""
-    found = that_found(phases, "steps")
-    return [row for row in found if re.fullmatch(rf"iter\d+/.*{agent}-agent", row["output"])]
+    """The training phases after the first SFT, of all agents or one, by its recorded name. Those of
+    `evolve.py` record none, since it trains the target alone."""
+    found = [row for row in that_found(phases, "steps", "seconds") if row["i"] > 0]
+    return [row for row in found if isinstance(row["steps"], int)
+            and not row["output"].endswith(".jsonl") and agent in ("", row.get("name", "target"))]
 
 
 # ----------------------------------------------------------------------- which runs there are
-# arm, or a name of the user's -> seed -> folder.
-Runs = dict[str, dict[int, Path]]
+# arm, or a name of the user's -> seed -> folder. The seed of a run that took outputs of another
+# seed (--branch) is the text "OTHER>SEED".
+Runs = dict[str, dict[int | str, Path]]
 
 
 def arm_of(run: Path) -> str:
@@ -115,13 +118,28 @@ def arm_of(run: Path) -> str:
 def named(given: list[tuple[str, Path]]) -> Runs:
     """Runs under names; whatever their settings are, and whether or not they have finished."""
     runs = defaultdict(dict)
+    envs = {}  # environment -> its first run
     for name, path in given:
-        seed = config_of(path)["settings"]["seed"]
+        config = config_of(path)
+        settings = config["settings"]
+        envs.setdefault(settings["env"], path)
+        if len(envs) > 1:
+            (env, first), (other, _) = envs.items()
+            raise Refused(f"{path} is a run of {other}, and {first} of {env}; compare runs of one "
+                          "environment")
+        seed = settings["seed"]
+        begun = config.get("branch", {}).get("seed", seed)
+        if begun != seed:  # it is paired with none but those that changed the seed alike
+            seed = f"{begun}>{seed}"
         other = runs[name].setdefault(seed, path)
         if other is not path:
             raise Refused(f"{path} and {other} are both {name} with seed {seed}; leave one out, or "
                           "give each a name of its own: NAME=RUN NAME=RUN")
-    return {name: dict(sorted(by_seed.items())) for name, by_seed in runs.items()}
+    ordered = {}
+    for name, by_seed in runs.items():
+        seeds = sorted(by_seed, key=lambda seed: (isinstance(seed, str), seed))
+        ordered[name] = {seed: by_seed[seed] for seed in seeds}
+    return ordered
 
 
 def finished(folder: Path) -> Runs:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from common.files import read_jsonl
 from dpo import better
 from engine.models import read_model
 from lab.page import report
-from lab.runfiles import SOLVED, explorations_in, phases_of
+from lab.runfiles import SOLVED, explorations_in, is_finished, phases_of
 from lab.study.methods import Runs, task_counts, trained
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
@@ -36,7 +37,7 @@ def interval(values) -> dict | None:
 def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
     """a - b on the seeds that both have: interval, on how many a is ahead, and whether it is sure
     who is: on three or more, and the interval excludes 0."""
-    seeds = sorted(a.keys() & b.keys())
+    seeds = a.keys() & b.keys()
     found = interval([a[seed] - b[seed] for seed in seeds])
     if found is None:
         return None
@@ -49,20 +50,78 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
 
 
 def evaluations(runs: Runs) -> list[dict]:
-    """What there is to say of the target's evaluations, with arm and seed."""
+    """What there is to say of the target's evaluations, with arm, seed and `episodes_by_task`. Of a
+    run without an agent called target all agents are evaluated, as arms "ARM: AGENT"."""
     found = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
-            for e in report.evaluations(run, phases_of(run)):
-                if e["name"] == "target":
-                    found.append(e | dict(arm=arm, seed=seed))
+            of_run = report.evaluations(run, phases_of(run))
+            has_target = any(e["name"] == "target" for e in of_run)
+            for e in of_run:
+                if has_target and e["name"] != "target":
+                    continue
+                of_task = defaultdict(list)  # task -> its episodes: reward, messages
+                for row in read_jsonl(run / e["output"]):
+                    of_task[row["task"]].append((row["reward"], row.get("messages")))
+                label = arm if has_target else f"{arm}: {e['name']}"
+                found.append(e | dict(arm=label, seed=seed, finished=is_finished(run),
+                                      episodes_by_task=of_task))
     return found
+
+
+def on_common_tasks(found: list[dict]) -> tuple[list[dict], list[str]]:
+    """Return the evaluations on those tasks of a split that all of them have, and for each split
+    whose tasks differ a sentence that says so."""
+    tasks = {}  # split -> the tasks of each arm
+    for e in found:
+        tasks.setdefault(e["split"], {})[e["arm"], e["seed"]] = {*e["episodes_by_task"]}
+    notes = []
+    common = {}
+    for split, of_runs in tasks.items():
+        common[split] = set.intersection(*of_runs.values())
+        counts = {arm: len(some) for (arm, _), some in of_runs.items() if some != common[split]}
+        if counts:
+            each = ", ".join(f"{arm} has {count}" for arm, count in counts.items())
+            notes.append(f"The evaluated tasks of {split} differ: {each}; the "
+                         f"{len(common[split])} that all have are compared.")
+    made = []
+    for e in found:
+        of_task = {task: episodes for task, episodes in e["episodes_by_task"].items()
+                   if task in common[e["split"]]}
+        rewards = [reward for episodes in of_task.values() for reward, _ in episodes]
+        if len(of_task) < len(e["episodes_by_task"]) and rewards:
+            e = e | dict(reward=fmean(rewards), episodes_by_task=of_task,
+                         success=fmean(reward >= SOLVED for reward in rewards))
+        if rewards:
+            made.append(e)
+    return made, notes
 
 
 def after_the_last(found: list[dict]) -> list[dict]:
     """Of each run the evaluations after its last iteration."""
     last = {(e["arm"], e["seed"]): e["i"] for e in sorted(found, key=lambda e: e["i"])}
     return [e for e in found if e["i"] == last[e["arm"], e["seed"]]]
+
+
+def last_of_both(found: list[dict], a: str, b: str) -> list[dict]:
+    """The evaluations of two arms after their last iterations; on a seed on which one of them has
+    not finished, after the last iteration that both have."""
+    last = after_the_last(found)
+    kept = []
+    for seed in dict.fromkeys(e["seed"] for e in last):
+        i = {e["arm"]: e["i"] for e in last if e["seed"] == seed and e["arm"] in (a, b)}
+        if not all(e["finished"] for e in last if e["seed"] == seed and e["arm"] in (a, b)):
+            i = dict.fromkeys(i, min(i.values()))
+        kept += [e for e in found if e["seed"] == seed and e["i"] == i.get(e["arm"])]
+    return kept
+
+
+def identical(found: list[dict], a: str, b: str, split: str) -> bool:
+    """Return True if two arms played the same episodes of a split on all seeds that both have."""
+    of_arms = [{e["seed"]: e["episodes_by_task"] for e in found
+                if e["arm"] == arm and e["split"] == split} for arm in (a, b)]
+    common = of_arms[0].keys() & of_arms[1].keys()
+    return all(of_arms[0][seed] == of_arms[1][seed] for seed in common)
 
 
 def after_the_best(found: list[dict]) -> list[dict]:
@@ -134,7 +193,7 @@ def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
     """agent -> seed -> task -> distance of its failures, over the seeds that ETO and co-evolution
     both have; embedded by the SFT agent that both start from."""
     found = defaultdict(dict)
-    for seed in sorted(runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys()):
+    for seed in runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys():
         folder = runs["coevolve"][seed] / "sft-target"
         if folder.is_dir():  # else its checkpoints were deleted
             embed = embedder(folder)
