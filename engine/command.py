@@ -60,8 +60,9 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         gc.freeze()  # else each freeing of memory walks all that was imported, 0.2 s
         method.loop(run)
         run.close()
-        run.say("\n".join(closing_lines(run, finish(run) if finish and run.main else "")))
-        run.machine.accelerator.end_training()
+        page = finish(run) if finish and run.main else ""
+        run.machine.accelerator.end_training()  # here a tracker may print, and the result is last
+        run.say("\n".join(closing_lines(run, page)))
     except Exception as error:
         if isinstance(error, BrokenPipeError) and is_unread():
             os._exit(128 + signal.SIGPIPE)
@@ -125,7 +126,8 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
 
 def rank() -> int:
     """Returns the number of this process among those of the run, 0 if it is the only one."""
-    return int(os.environ["RANK"]) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
+    number = os.environ.get("RANK", "")
+    return int(number) if number.isdigit() and os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
 
 def stop(number: int, _) -> None:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import conftest
 import pytest
@@ -97,7 +98,7 @@ def train(core, flags, until=None):
 
     command = importlib.import_module("engine.command")  # of this program
     command.end = lambda line, status: pytest.fail(line)  # in place of the end of this process
-    command.signal = SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIGTERM=0)
+    command.signal = Mock()  # pytest keeps its own handlers
     try:
         with suppress(Enough):
             command.main([*map(str, flags)], core.Settings, Run, core.METHODS, "coevolve.py")
@@ -332,7 +333,7 @@ def test_two_failure_agents(base, fork):
         assert sides == {"target", "failure", "failure2"}
 
 
-def test_a_phase_of_ones_own_passes_through_the_table_and_the_page(base, fork, capsys):
+def test_a_phase_of_ones_own_is_on_the_screen_and_on_the_page(base, fork, capsys):
     _, run = fork("a judge of pairs", "iter1/target-agent")
     row = phases(run)["iter1/judged-target.jsonl"]
     before, after = (rows(run / f"iter1/{name}-target.jsonl") for name in ("pairs", "judged"))
@@ -342,9 +343,9 @@ def test_a_phase_of_ones_own_passes_through_the_table_and_the_page(base, fork, c
     assert row["refused"] == len(before) - len(after) > 5
     assert len(rows(run / "iter1/target-agent/margins.jsonl")) == len(after)
 
-    said, table = capsys.readouterr().out.split(f"\n{run}: coevolve on webshop")
+    said, result = capsys.readouterr().out.split(f"\n{run}: coevolve on webshop")
     assert f"{len(after)} kept, {row['refused']} refused" in said
-    assert "target, validation: reward" in table and "s in all" in table
+    assert "target, validation: reward" in result and "s in all" in result
     report.close(run)
     assert "iter1/judged-target.jsonl" in page.page(run)
 

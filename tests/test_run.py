@@ -62,7 +62,9 @@ def refusal(start, *arguments) -> str:
     """The line with which a run ends that start(*arguments) starts."""
     with pytest.raises(SystemExit) as refused:
         start(*arguments)
-    return refused.value.code
+    line = refused.value.code
+    del refused  # which holds the frames of the run, and with them the lock of its folder
+    return line
 
 
 @pytest.fixture
