@@ -192,10 +192,7 @@ class Run:
             self.say(f"{output} is made again: what it is made from is another")
 
         self.note(code=self.code, finished=False)
-        for file in files_in(inputs):
-            name = file.relative_to(self.folder).as_posix() if self.folder in file.parents else ""
-            if name in self.done and is_edited(file, self.done[name]):
-                check_ids(file, self.encoder.rows)
+        check_edits(self, inputs)
         started = time.perf_counter()
         temporary = path.with_name(f"{path.name}.tmp")
         self.machine.wait()
@@ -206,11 +203,7 @@ class Run:
         self.machine.wait()
         numbers = phase(self, temporary, *inputs, **parameters)
         with one_line_of(who):
-            if not isinstance(numbers, dict):
-                raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
-            numbers = plain(numbers)
-            if self.main and not temporary.exists():
-                raise ValueError("it wrote nothing; write its second argument, a path")
+            numbers = checked(numbers, temporary, self.main)
         self.machine.wait()
 
         # The output appears by renaming, so that a run that is stopped leaves none half made.
@@ -379,6 +372,24 @@ class Run:
         draw = Draw(self.encoder.sampler(temperature), self.encoder, self.env.stops)
         return trial.answer_of(self.ways["replies"], model, draw, slots, s.max_tokens,
                                s.max_new_tokens, self.machine.tokens_per_forward // 2)
+
+
+def check_edits(run: Run, inputs) -> None:
+    """Raises Refused if an output that was edited has ids that are not in the vocabulary."""
+    edited = [run.folder / output for output, row in run.done.items() if "edited" in row]
+    for file in files_in(inputs):
+        if file in edited:
+            check_ids(file, run.encoder.rows)
+
+
+def checked(numbers, out: Path, main: bool) -> dict:
+    """Returns what a phase has returned as JSON has it. Raises TypeError or ValueError if that is no
+    dict of such values, or if the phase wrote nothing."""
+    if not isinstance(numbers, dict):
+        raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
+    if main and not out.exists():
+        raise ValueError("it wrote nothing; write its second argument, a path")
+    return plain(numbers)
 
 
 def margins_of(steps: list[list[Group]]) -> list[dict]:
