@@ -98,8 +98,8 @@ class Run:
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
+        self.code = code_now() if self.main else None  # the first rank records it
         if self.main:
-            self.code = code_now()
             check_folder(self.folder)
             # Which stay the same when the run goes on.
             ways = None if config.exists() else self.ways_of_models()
@@ -165,8 +165,9 @@ class Run:
             The path of the output.
 
         Raises:
-            Refused: The output was asked for before; an input is no path; the phase wrote nothing,
-                or returned what JSON cannot hold; an edited input is no file of trajectories.
+            Refused: The output was asked for before; an input is no path; a parameter or a number
+                cannot be written as JSON; the phase wrote nothing or returned no dict; an edited
+                input has ids that are not in the vocabulary.
         """
         path = self.folder / output
         self.name = output
@@ -383,8 +384,8 @@ def check_edits(run: Run, inputs) -> None:
 
 
 def checked(numbers, out: Path, main: bool) -> dict:
-    """Returns what a phase has returned as JSON has it. Raises TypeError or ValueError if that is no
-    dict of such values, or if the phase wrote nothing."""
+    """Returns what a phase has returned as JSON has it. Raises TypeError or ValueError if JSON cannot
+    hold it, if it is no dict, or if the phase wrote nothing."""
     if not isinstance(numbers, dict):
         raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
     if main and not out.exists():
