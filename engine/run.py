@@ -384,8 +384,8 @@ def check_edits(run: Run, inputs) -> None:
 
 
 def checked(numbers, out: Path, main: bool) -> dict:
-    """Returns a phase's numbers as JSON has them. Raises TypeError or ValueError if JSON cannot hold
-    them, if they are no dict, or if the phase wrote nothing."""
+    """Returns a phase's numbers as JSON has them. Raises TypeError or ValueError if JSON has none
+    such, if they are no dict, or if the phase wrote nothing."""
     if not isinstance(numbers, dict):
         raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
     if main and not out.exists():
