@@ -97,8 +97,8 @@ class Run:
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
+        self.code = code_now() if self.main else None  # the first rank records it
         if self.main:
-            self.code = code_now()
             check_folder(self.folder)
             # Which stay the same when the run goes on.
             ways = None if config.exists() else self.ways_of_models()
@@ -166,8 +166,9 @@ class Run:
             The path of the output.
 
         Raises:
-            Refused: The output was asked for before; an input is no path; the phase wrote nothing,
-                or returned what JSON cannot hold; an edited input is no file of trajectories.
+            Refused: The output was asked for before; an input is no path; a parameter or a number
+                cannot be written as JSON; the phase wrote nothing or returned no dict; an edited
+                input has ids that are not in the vocabulary.
         """
         path = self.folder / output
         self.name = output
@@ -195,10 +196,7 @@ class Run:
             self.say(f"{output} is made again: what it is made from is another")
 
         self.note(code=self.code, finished=False)
-        for file in files_in(inputs):
-            name = file.relative_to(self.folder).as_posix() if self.folder in file.parents else ""
-            if name in self.done and is_edited(file, self.done[name]):
-                check_ids(file, self.encoder.rows)
+        check_edits(self, inputs)
         started = time.perf_counter()
         temporary = path.with_name(f"{path.name}.tmp")
         self.machine.wait()
@@ -209,11 +207,7 @@ class Run:
         self.machine.wait()
         numbers = phase(self, temporary, *inputs, **parameters)
         with one_line_of(who):
-            if not isinstance(numbers, dict):
-                raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
-            numbers = plain(numbers)
-            if self.main and not temporary.exists():
-                raise ValueError("it wrote nothing; write its second argument, a path")
+            numbers = checked(numbers, temporary, self.main)
         self.machine.wait()
 
         # The output appears by renaming, so that a run that is stopped leaves none half made.
@@ -387,6 +381,24 @@ class Run:
         draw = Draw(self.encoder.sampler(temperature), self.encoder, self.env.stops)
         return trial.answer_of(self.ways["replies"], model, draw, slots, s.max_tokens,
                                s.max_new_tokens, self.machine.tokens_per_forward // 2)
+
+
+def check_edits(run: Run, inputs) -> None:
+    """Raises Refused if an output that was edited has ids that are not in the vocabulary."""
+    edited = [run.folder / output for output, row in run.done.items() if "edited" in row]
+    for file in files_in(inputs):
+        if file in edited:
+            check_ids(file, run.encoder.rows)
+
+
+def checked(numbers, out: Path, main: bool) -> dict:
+    """Returns a phase's numbers as JSON has them. Raises TypeError or ValueError if JSON has none
+    such, if they are no dict, or if the phase wrote nothing."""
+    if not isinstance(numbers, dict):
+        raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
+    if main and not out.exists():
+        raise ValueError("it wrote nothing; write its second argument, a path")
+    return plain(numbers)
 
 
 def margins_of(steps: list[list[Group]]) -> list[dict]:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from common.files import bytes_of
 from lab import runfiles
 from lab.page import figures, page, report
 
@@ -139,6 +140,21 @@ def test_a_fork_may_name_its_phases_and_what_they_find_as_it_likes(run, tmp_path
     assert table(run, "judge") == [{"phase": "iter1/judge.jsonl", "agreement": "0.500",
                                     "refused": "3", "dropped": "7", "h:mm:ss": "0:00:01"}]
     assert "iter1/judge.jsonl" in page.page(run)
+
+
+def test_an_edited_output_is_marked_and_its_evaluation_is_counted_again(run):
+    """Rewards 1, 0.5, 0.5 and 0 of which somebody leaves the first two: mean 0.75, half are successes.
+    What has been undone is marked no more."""
+    name = "eval-0-target-test.jsonl"
+    phases = PHASES | {name: PHASES[name] | dict(hash=bytes_of(run / name))}
+    (run / "phases.json").write_text(json.dumps(phases))
+    assert table(run, "Evaluation")[0]["phase"] == name
+    whole = (run / name).read_text()
+    (run / name).write_text("".join(whole.splitlines(keepends=True)[:2]))
+    row = table(run, "Evaluation")[0]
+    assert (row["phase"], row["reward"], row["solved"]) == (f"{name} (edited since)", "0.750", "50.0%")
+    (run / name).write_text(whole)
+    assert table(run, "Evaluation")[0]["phase"] == name
 
 
 @pytest.mark.filterwarnings("error")

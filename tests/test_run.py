@@ -509,7 +509,7 @@ def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small
 @pytest.mark.parametrize("flags, says", [
     (("--view", "short"), "the run has another view (full -> short); give the same"),
     (("--model", ROOT / "tiny"), "the run has another model ("),
-    (("--protocol", "eto"), "the run has another protocol (ours -> eto)")])
+    (("--protocol", "eto", "--prompts", ROOT), "protocol (ours -> eto)")])
 def test_a_branch_of_a_run_in_another_setting_is_refused(flags, says, toy_run, toy, tmp_path):
     assert says in refusal(toy_run, "--out", tmp_path / "new", *flags,
                            "--branch", f"{toy[0]}@iter1/target.jsonl")

@@ -29,6 +29,7 @@ from lab.study.methods import Runs, arm_of, differences, named
 from lab.study.numbers import interval, of_seeds, paired
 
 MEASURES = ("reward", "success")
+IDENTICAL = "all episodes identical"  # in place of a difference of 0
 HOW = ("Mean over seeds ± half of its 95% t interval; of a difference also on how many seeds the "
        "first is ahead, and * where on three seeds or more the interval excludes 0. Intervals are "
        "not corrected for their number: of differences that are none, one in 20 has a *.")
@@ -163,7 +164,7 @@ def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tup
             iterations = [f"{of_a[seed]}" if of_a[seed] == of_b[seed] else
                           f"{of_a[seed]} - {of_b[seed]}" for seed in of_a if seed in of_b]
             if numbers.identical(some, a, b, split):
-                ahead = ["all episodes identical"] * len(ahead)
+                ahead = [IDENTICAL] * len(ahead)
             rows.append((name, split, ", ".join(iterations), *ahead))
     return rows
 
@@ -208,11 +209,13 @@ def of_costs(runs: Runs) -> Table:
 def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
     """The paper's Table 2: shares of what was explored."""
     measures = ("success", "negative", "hard negative")
+    same = {f"{a} - {b}" for a, b in compared if numbers.explored_alike(runs, a, b)}
     rows = []
     for threshold in (0.6, 0.7, 0.8):
         found = numbers.shares(runs, threshold)
         rows += means(found, ("arm", "threshold"), measures)
-        rows += leads(found, compared, "threshold", measures)
+        for name, value, *ahead in leads(found, compared, "threshold", measures):
+            rows.append((name, value, *([IDENTICAL] * len(ahead) if name in same else ahead)))
     return ("Table 2: explored trajectories, all agents and iterations of a method",
             ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
 

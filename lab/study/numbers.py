@@ -167,6 +167,16 @@ def explored(run: Path, agent: str | None = None) -> list[dict]:
     return rows
 
 
+def explored_alike(runs: Runs, a: str, b: str) -> bool:
+    """Return True if two arms explored the same episodes on all seeds that both have."""
+    texts = []
+    for arm in a, b:
+        texts.append({seed: [(row["task"], row["reward"], row.get("messages"))
+                             for row in explored(run)]
+                      for seed, run in runs.get(arm, {}).items()})
+    return all(texts[0][seed] == texts[1][seed] for seed in texts[0].keys() & texts[1].keys())
+
+
 def shares(runs: Runs, threshold: float) -> list[dict]:
     """Of what each run has explored, if anything, the shares of successes, of rewards below the
     threshold, and of failures from there on."""
