@@ -56,7 +56,7 @@ class Counted(str):
 @pytest.mark.parametrize("parse, value", [
     (shop.name_and_argument, "x[x"), (shop.name_and_argument, "x]]"), (shop.name_and_argument, "[x"),
     (envs.unmarked, "`"), (envs.unmarked, "` "), (envs.unmarked, "*`x"), (envs.Environment().action, "Action: `\n")],
-    ids=repr)
+    ids=lambda given: getattr(given, "__name__", repr(given)))  # no address: xdist compares names
 def test_a_reply_is_parsed_in_linear_time(parse, value):
     """Counted in characters that are read: at most some for each, for any length."""
     for text in (value * 1000, value * 1000 + "x", value[0] * 1000 + value[1:] * 1000):
