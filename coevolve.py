@@ -1,17 +1,29 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
-Read this file from the top, then `dpo.py` (tokens in, gradients out) and `envs.py` (text in, text
-out: the episode). They are the method; what they run on is in `engine/`, and need not be read. From
-there comes a run: `run.load` reads a model in fp32, `run.fit` trains it by `dpo.train` with a fresh
-AdamW and saves it, `run.log_probs` is `dpo.token_log_probs` shared by all ranks, `run.play` lets a
-copy of a model play, in bf16 on a GPU, and `run.once` does a phase.
+This is the method in pseudocode, where SFT is supervised fine-tuning, DPO is direct preference
+optimisation, and a > b means that a is preferred to b:
 
-    task        the paper's instruction u
-    episode     one play of a task; its record is a trajectory e
-    expert      the trajectory of a task that agents imitate
-    rollout     one of the episodes that an agent plays of a task in an iteration; its number
-    agent       a model that plays and learns; its role says from which pairs
-    phase       a function of the loop: it reads files of a run and writes one, which you may edit
+    target, failure = SFT(experts, one seed), SFT(experts, another)                Eq. (3)-(5)
+    for K iterations:
+        both agents run episodes of every training task
+        failure <- DPO(better failure > worse failure, of both agents)             Eq. (6), (7)
+        target  <- weighted DPO(expert > own rollout, expert > failure agent's rollout,
+                                better failure > worse failure)                    Eq. (8), (9)
+                   + lambda_SFT x SFT(chosen trajectories that are no agent's failures)
+
+Read this file from the top, then `dpo.py`, which turns tokens into gradients, and `envs.py`, which
+runs an episode with text in and text out. These three files are the method. The code in `engine/`
+runs it, and you can treat it as a black box.
+
+    task        an instruction for the agent, u in the paper
+    episode     one attempt at a task, recorded as a trajectory e
+    expert      the expert trajectory (demonstration) of a task, which agents learn to imitate
+    rollout     an agent's episode of a task, numbered within each task, agent and iteration
+    agent       a model that acts in the environment and learns from the pairs of its role
+    phase       a function of the loop that reads files of a run and writes one
+    ETO         the method of Song et al. (2024), a baseline in the paper
+
+Brackets such as [App. B], [ETO] or [ours] name the source of a choice.
 
     python coevolve.py --env webshop            # --help lists the settings
 """
@@ -45,41 +57,48 @@ from environments import ENVIRONMENTS
 
 @dataclass(frozen=True)
 class Agent:
-    """One of the agents of a method; phases get the folder of its model. What it learns is up to
-    its role, whatever its name."""
-    name: str  # in files and tables
-    # What it learns from: D_tgt of Eq. (8), by Eq. (9); D_fail of Eq. (6), by Eq. (7); or its own
-    # trajectories against the expert's, by Eq. (7), as in ETO.
+    """An agent of a method. Its role, not its name, determines its pairs and its loss."""
+    name: str  # used in files and tables
+    # The target, D_tgt, learns from the pairs of Eq. (8) with the loss of Eq. (9). The failure
+    # agent, D_fail, learns from the pairs of Eq. (6) with the loss of Eq. (7). An agent with the
+    # role "own" compares its own trajectories with the experts' and uses the loss of Eq. (7), as in
+    # ETO.
     role: Literal["D_tgt", "D_fail", "own"]
 
 
-# A new method is a line here and one in METHODS below; a new role also a branch in make_pairs.
+# To add a method, add a line here and one to METHODS below. To add a role, add a branch to
+# make_pairs.
 TARGET = Agent("target", "D_tgt")
 AGENTS = {"sft": [TARGET],
-          # "a DPO-only baseline" [Section 5.1]: with no other agent, D_tgt is ETO's pairs. The
-          # preset "--method eto" takes Section 4.3's weights and SFT term away.
+          # ETO is "a DPO-only baseline" [Section 5.1]. Without a second agent, D_tgt contains the
+          # same pairs as in ETO. The preset "--method eto" turns off the weights and the SFT term
+          # of Section 4.3.
           "eto": [TARGET],
           "coevolve": [TARGET, Agent("failure", "D_fail")],
-          # The control, "trained in the same manner as ETO" [Section 5.4]. The target pairs its
-          # failures with the positive agent's, as it does with a failure agent's [ours].
+          # The control experiment has a positive agent, "trained in the same manner as ETO"
+          # [Section 5.4]. Its failures are paired with the target's, as a failure agent's would be
+          # [ours].
           "positive": [TARGET, Agent("positive", "own")]}
 
 
 def coevolve(run: Run) -> None:
-    """The method, Sections 4.1 to 4.3. ETO is this loop with the target alone, SFT its beginning.
+    """Runs the method of Sections 4.1 to 4.3.
 
-    `once(output, phase, *files, **values)` does a phase, unless its output is there and was made
-    from the same files, which follow in order, and the same values, which follow by name. It
-    returns the output's path. It does not see that code has changed: give another --out, or
-    --branch RUN@OUTPUT. A phase that was stopped begins anew.
+    ETO is the same loop with the target as the only agent, and SFT is the part before the loop.
+
+    `once(output, phase, *files, **values)` calls phase(run, out, *files, **values), unless the
+    output already exists and was made from the same files and values. It returns the path of the
+    output. If you edit a file, the phases that read it run again. When a run resumes, its settings
+    are checked, but changes to the code are not noticed. After a change to the code, use another
+    --out, or --branch RUN@OUTPUT. A phase that was interrupted starts again from its beginning.
     """
     s = run.settings
     once = run.once
     agents = AGENTS[s.method]
 
-    # All agents begin by imitation of the experts, Eq. (3)-(5), each in an order of its own.
-    experts = once("experts.jsonl", collect_experts, *given_experts(s))
-    models = {}  # name of an agent -> its folder
+    # All agents first learn to imitate the experts, Eq. (3)-(5). Each sees them in another order.
+    experts = once("experts.jsonl", collect_experts, *expert_paths(s))
+    models = {}  # agent name -> folder of its model
     for agent in agents:
         if agent.role == "D_fail" and s.failure_from:
             models[agent.name] = Path(s.failure_from)
@@ -87,23 +106,24 @@ def coevolve(run: Run) -> None:
             models[agent.name] = once(f"sft-{agent.name}", train_sft, run.base, experts,
                                       name=agent.name)
     after_sft = dict(models)
-    evaluations(run, models, 0)
+    evaluate_all(run, models, 0)
     if s.method == "sft":
         return
 
-    earlier = []  # files of trajectories of earlier iterations
+    earlier = []  # trajectory files of earlier iterations
     for i in range(1, s.iterations + 1):
-        # All agents play every task that has an expert.
-        played = {}  # name of an agent -> the file of its trajectories
+        # All agents run episodes of every task that has an expert.
+        played = {}  # agent name -> its trajectory file
         for agent in agents:
             played[agent.name] = once(f"iter{i}/{agent.name}.jsonl", explore,
                                       models[agent.name], experts, name=agent.name, i=i)
 
-        # Each agent learns from its pairs, Eq. (6) and (7), or Eq. (8) and (9). Section 4 trains
-        # them "in alternating phases" and does not say whether the failure agent plays before or
-        # after it learns. With "before", the order of learning makes no difference, and the first
-        # failure agent that plays is one after SFT. With "after", the failure agent learns first
-        # and plays again, so that the target learns from its newest hard negatives.
+        # Each agent then learns from its pairs, by Eq. (6) and (7) or by Eq. (8) and (9). Section 4
+        # trains the agents "in alternating phases", but does not say whether the failure agent
+        # plays before or after it learns. With "before", the order in which agents learn makes no
+        # difference, and in the first iteration the failure agent is the model after SFT. With
+        # "after", the failure agent learns first and plays again, so that the target learns from
+        # its newest hard negatives.
         failure_first = s.failure_plays == "after"
         learners = agents
         if failure_first:
@@ -122,18 +142,24 @@ def coevolve(run: Run) -> None:
                 played[name] = once(f"iter{i}/{name}-again.jsonl", explore, models[name], experts,
                                     name=name, i=i, first_rollout=s.rollouts)
 
-        evaluations(run, models, i)
-        if s.d_fail == "buffer":  # otherwise D_fail forgets them
+        evaluate_all(run, models, i)
+        if s.d_fail == "buffer":  # otherwise D_fail has only the failures of one iteration
             earlier += played.values()
 
 
-def given_experts(s: Settings) -> list[Path]:
-    """The file of experts, if one is given; else a script plays them."""
+def expert_paths(s: Settings) -> list[Path]:
+    """Returns the file given by --experts, or an empty list if expert trajectories are scripted."""
     return [Path(s.experts)] if s.experts else []
 
 
-def evaluations(run: Run, models: dict[str, Path], i: int) -> None:
-    """Evaluates all agents on all evaluated splits."""
+def evaluate_all(run: Run, models: dict[str, Path], i: int) -> None:
+    """Evaluates all agents on each split that the run evaluates.
+
+    Args:
+        run: The run.
+        models: The folder of each agent's model, by agent name.
+        i: The iteration, or 0 after SFT.
+    """
     for name, model in models.items():
         for split in run.splits:
             run.once(f"eval-{i}-{name}-{split}.jsonl", evaluate, model, name=name, i=i,
@@ -141,23 +167,40 @@ def evaluations(run: Run, models: dict[str, Path], i: int) -> None:
 
 
 # ---------------------------------------------------------------------------------- the phases
-# phase(run, out, *files, **values) writes `out`, a temporary path, and returns numbers, which stand
-# in phases.json then. Every rank runs it, and one of them writes. The first, `collect_experts` of
-# engine/experts.py, encodes experts, and drops those of low reward and of evaluated tasks.
+# A phase has the form phase(run, out, *files, **values). It writes its output to `out`, a temporary
+# path, and returns numbers for phases.json. All ranks run it, but only one of them writes. The
+# first phase is `collect_experts` in engine/experts.py, which encodes the experts as tokens, and
+# drops those with a low reward or an evaluated task. Phases use four methods of the run:
+#     run.load        loads a model in fp32
+#     run.fit         trains a model with a new AdamW optimiser (`dpo.train`), and saves it
+#     run.log_probs   runs `dpo.token_log_probs` in parallel on all ranks
+#     run.play        runs episodes with an inference copy of a model, which is in bf16 on a GPU
+#                     (except for the included model tiny)
 
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
-    """Trains a model on the experts' action tokens, Eq. (3)-(5). name: the agent's; it draws the
-    order of the experts, which is all in which agents differ then."""
+    """Trains a model on the action tokens of the experts, Eq. (3)-(5).
+
+    Args:
+        run, out: The run and the output path, as for every phase.
+        base: The folder of the model to start from.
+        experts: The file of experts.
+        name: The agent's name. It seeds the shuffling of the experts, which is the only difference
+            between agents after SFT.
+
+    Returns:
+        The numbers that `Run.fit` returns.
+    """
     s = run.settings
     rng = random.Random(seed_of(s.seed, "sft", name))
     groups = [Group([expert]) for expert in read(experts)]
     if len(groups) <= s.sft_batch and name != TARGET.name:
-        run.say(f"{name} is the target after SFT, but for rounding: all experts fit one batch, so "
-                f"that their order changes nothing; lower --sft-batch {s.sft_batch}")
+        run.print(f"{name} and target are identical after SFT, up to rounding, because all experts "
+                "fit in one batch and their order makes no difference; lower --sft-batch "
+                f"{s.sft_batch}")
     steps = dpo.batches(groups, s.sft_batch, rng, s.sft_epochs)
     rates = dpo.learning_rates(len(steps), s.sft_lr, s.sft_warmup, cosine=True)
-    # Eq. (5) does not say over what a batch is averaged: here over its action tokens [ours].
+    # Eq. (5) does not say how to average over a batch. We average over its action tokens [ours].
     return run.fit(run.load(base), out, steps, rates, dpo.sft_loss, dpo.action_count)
 
 
@@ -170,42 +213,73 @@ def explore(
     i: int,
     first_rollout: int = 0,
 ) -> dict:
-    """Samples `rollouts` episodes of the task of every expert trajectory. Their indices begin with
-    `first_rollout`, so that an agent that plays twice in an iteration samples anew."""
+    """Samples --rollouts episodes of each task that has an expert trajectory.
+
+    Args:
+        run, out: The run and the output path, as for every phase.
+        agent: The folder of the agent's model.
+        experts: The file of expert trajectories.
+        name: The agent's name.
+        i: The iteration.
+        first_rollout: The index of the first rollout of each task. An agent that plays twice in an
+            iteration needs other indices the second time, which seed other samples.
+
+    Returns:
+        The averages over the trajectories, see `summarise`.
+    """
     s = run.settings
-    begun = []
+    episodes = []
     for expert in read(experts):
         for rollout in range(first_rollout, first_rollout + s.rollouts):
             seed = seed_of(s.seed, name, i, expert.task, rollout)
-            begun.append(Trajectory(expert.task, name, i, rollout, seed))
-    trajectories = run.play(agent, begun, s.temperature)
+            episodes.append(Trajectory(expert.task, name, i, rollout, seed))
+    trajectories = run.play(agent, episodes, s.temperature)
     write(run, out, trajectories)
-    return outcomes(trajectories, s.hard_threshold)
+    return summarise(trajectories, s.hard_threshold)
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Lets an agent play the tasks of a split, greedily."""
+    """Runs one episode of each task in a split, with greedy decoding.
+
+    Args:
+        run, out, agent, name, i: The same as in `explore`.
+        split: The name of the split, one of `run.splits`.
+
+    Returns:
+        The averages over the trajectories, see `summarise`.
+    """
     s = run.settings
     tasks = run.env.tasks(split)
     if s.eval_tasks:
         tasks = tasks[:s.eval_tasks]
     trajectories = run.play(agent, [Trajectory(task, name, i) for task in tasks], 0.0)
     write(run, out, trajectories)
-    return outcomes(trajectories, s.hard_threshold)
+    return summarise(trajectories, s.hard_threshold)
 
 
-def outcomes(trajectories: list[Trajectory], hard: float) -> dict:
-    """Means over trajectories. Table 2 has the shares `success`, `hard`, and of other failures the
-    rest; `idle` is that of replies that changed nothing, `budget` of episodes out of turns."""
+def summarise(trajectories: list[Trajectory], hard_threshold: float) -> dict:
+    """Averages rewards and other numbers over trajectories.
+
+    `success`, `hard_negative` and `other_failure` are the three rates of Table 2. `idle` is the
+    fraction of replies that changed nothing, and `turn_limit` that of episodes that ran out of
+    turns.
+
+    Args:
+        trajectories: The trajectories.
+        hard_threshold: The lowest reward of a hard negative, see --hard-threshold.
+    """
     n = len(trajectories)
-    replies = sum(t.steps for t in trajectories)
+    turns = sum(t.turns for t in trajectories)
+    failures = [t for t in trajectories if t.is_failure]
+    hard = sum(t.reward >= hard_threshold for t in failures)
     return dict(episodes=n,
                 reward=fmean(t.reward for t in trajectories),
-                success=sum(not t.is_failure for t in trajectories) / n,
-                hard=sum(t.is_failure and t.reward >= hard for t in trajectories) / n,
-                turns=replies / n,
-                idle=sum(t.idle for t in trajectories) / max(1, replies),
-                budget=sum(t.ended == "budget" for t in trajectories) / n)
+                success=(n - len(failures)) / n,
+                hard_negative=hard / n,
+                other_failure=(len(failures) - hard) / n,
+                turns=turns / n,
+                idle=sum(t.idle for t in trajectories) / max(1, turns),
+                turn_limit=sum(t.ended == "turn_limit" for t in trajectories) / n)
 
 
 def make_pairs(
@@ -217,26 +291,27 @@ def make_pairs(
     trains: str,
     role: str,
 ) -> dict:
-    """Makes the pairs that one agent learns from.
+    """Makes the preference pairs that one agent learns from.
 
     Args:
         run: The run.
-        out: The file of pairs, which gets a row for each.
+        out: The path of the pairs file to write.
         experts: The file of experts.
-        played: name of an agent -> the file of its trajectories of this iteration.
-        earlier: Files of all agents' trajectories of earlier iterations.
-        trains: The name of the agent that learns.
-        role: Its role, see `Agent`.
+        played: Each agent's trajectory file of this iteration, by agent name.
+        earlier: The trajectory files of all agents from earlier iterations.
+        trains: The name of the agent that learns from the pairs.
+        role: The role of that agent, see `Agent`.
 
     Returns:
-        How many pairs there are of each kind, and how many comparisons made none, by reason.
+        The number of pairs of each kind, and of comparisons skipped for each reason.
     """
     s = run.settings
     dropped = Counter()
     own = by_task(read(played[trains]))
     others = by_task(read(*[played[name] for name in played if name != trains]))
     if role == "D_fail" and s.d_fail == "buffer":
-        # Trajectories of all agents. Those that cannot train were counted in their own iteration.
+        # The buffer holds trajectories of all agents. Its unusable ones were already counted in
+        # the iteration that they come from.
         for task, trajectories in by_task(usable(read(*earlier), Counter())).items():
             own[task] += trajectories
 
@@ -254,13 +329,13 @@ def make_pairs(
 
     write_pairs(run, out, pairs)
     if dropped and not pairs:
-        run.say(f"{run.name}: no pairs, since {dict(dropped)}; give more --rollouts, another "
-                "--temperature or more --max-tokens")
+        run.print(f"{run.name}: no pairs, since {dict(dropped)}; give more --rollouts, another "
+                "--temperature or a larger --max-tokens")
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
 
 
 def by_task(trajectories: list[Trajectory]) -> defaultdict:
-    """Returns task -> its trajectories."""
+    """Returns a dict {task: its trajectories}."""
     groups = defaultdict(list)
     for t in trajectories:
         groups[t.task].append(t)
@@ -268,12 +343,14 @@ def by_task(trajectories: list[Trajectory]) -> defaultdict:
 
 
 def usable(trajectories: list[Trajectory], dropped: Counter) -> list[Trajectory]:
-    """Returns the trajectories that can train, and counts the others in `dropped`. An episode that
-    filled the context has no final reward, so it makes no pair, not as the rejected side either
-    [ours]."""
+    """Returns the trajectories that can be trained on, and counts the others in `dropped`.
+
+    An episode that fills the context has no final reward. It is therefore not used in any pair, not
+    even as the rejected trajectory [ours].
+    """
     kept = []
     for t in trajectories:
-        if t.ended == "context" or not any(t.action_mask):
+        if t.ended == "context_limit" or not any(t.action_mask):
             dropped["too long"] += 1
         else:
             kept.append(t)
@@ -292,23 +369,25 @@ def train_preferences(
     role: str,
     i: int,
 ) -> dict:
-    """Trains an agent on its pairs: one with D_tgt by weighted DPO + SFT, Eq. (9); others by DPO
+    """Trains an agent on its preference pairs.
+
+    For the role D_tgt, the loss is weighted DPO plus SFT, Eq. (9). For all other roles, it is DPO
     alone, Eq. (7).
 
     Args:
         run: The run.
-        out: The folder of the trained agent.
-        agent: The folder of the agent as the iteration begins.
-        reference: The folder of pi_ref.
-        pairs: A file of `make_pairs`.
+        out: The folder of the trained model.
+        agent: The folder of the agent's model at the start of the iteration.
+        reference: The folder of pi_ref, the reference model to which DPO compares the agent.
+        pairs: The pairs file from `make_pairs`.
         experts: The file of experts.
-        others: The files of the other trajectories that pairs name.
-        name: What the agent is called.
-        role: Its role, see `Agent`.
+        others: The files with all other trajectories in the pairs.
+        name: The agent's name.
+        role: The agent's role, see `Agent`.
         i: The iteration.
 
     Returns:
-        The number of steps, and the losses of the first and the last with their terms.
+        The numbers that `Run.fit` returns.
     """
     s = run.settings
     dropped = Counter()
@@ -316,11 +395,12 @@ def train_preferences(
                                run.encoder, dropped)
     counts = dict(dropped=dropped) if dropped else {}
     if not groups:
-        return run.keep(agent, out) | counts
+        return run.copy_agent(agent, out) | counts
 
-    # log pi_ref(e|u) of all trajectories. One model is in memory at a time.
+    # Compute log pi_ref(e|u), the log-probability of a trajectory e given its task u, for all
+    # trajectories before training, so that only one model is in memory at a time.
     model = run.load(reference)
-    if s.reference == "none":  # pi_ref is 1
+    if s.reference == "none":  # pi_ref = 1
         for t in dpo.trajectories_of(groups):
             t.reference = 0.0
     else:
@@ -329,19 +409,19 @@ def train_preferences(
         del model
         model = run.load(agent)
 
-    # App. B gives ranges of both. ETO's scripts take the first value in iteration 1. Eq. (7) has no
-    # lambdas.
+    # App. B gives ranges for the learning rate and beta. As in ETO's scripts, we use the first
+    # value of each range in iteration 1 and the other one later. Eq. (7) has no lambdas.
     lr = s.dpo_lr if i == 1 else s.dpo_lr_later
     beta = s.beta if i == 1 else s.beta_later
     lambda_dpo, lambda_sft = s.lambda_dpo, s.lambda_sft
     if role != "D_tgt":
         lambda_dpo, lambda_sft = 1.0, 0.0
     loss = partial(dpo.preference_loss, beta=beta, lambda_dpo=lambda_dpo, lambda_sft=lambda_sft,
-                   log_prob=s.log_prob)
-    size = dpo.pair_count if s.denominator == "pairs" else dpo.pair_weight
+                   log_prob_reduction=s.log_prob_reduction)
+    denominator = dpo.pair_count if s.denominator == "pairs" else dpo.pair_weight
     steps = preference_steps(groups, name, role, i, s)
     rates = dpo.learning_rates(len(steps), lr, s.dpo_warmup)
-    return run.fit(model, out, steps, rates, loss, size) | counts
+    return run.fit(model, out, steps, rates, loss, denominator) | counts
 
 
 def preference_groups(
@@ -351,29 +431,29 @@ def preference_groups(
     encoder,
     dropped: Counter,
 ) -> list[Group]:
-    """Puts the pairs of a task, and the trajectories that they compare, into a group.
+    """Groups pairs by task, together with the trajectories that they compare.
 
     Args:
         pairs: The pairs.
-        experts: The experts, whose lengths say how long a rejected trajectory may be.
-        s: The settings, which say what is left out of rejected trajectories.
-        encoder: Of the trajectories.
-        dropped: Gets the number of pairs whose sides are equal once the rejected one is truncated.
+        experts: The experts. Their lengths limit the lengths of rejected trajectories.
+        s: The settings.
+        encoder: An `engine.chat.Encoder`.
+        dropped: The counter of pairs whose two sides are equal once the rejected one is truncated.
 
     Returns:
-        A group for each task that has pairs. A trajectory is in it once, in however many pairs it
-        is; twice if it is whole as the chosen one, and cut as the rejected one.
+        One group for each task that has pairs. It contains each trajectory once, however many pairs
+        use it, or twice if a trajectory is both chosen in full and rejected in truncated form.
     """
-    replies = {expert.task: expert.steps for expert in experts}
+    expert_turns = {expert.task: expert.turns for expert in experts}
     groups = defaultdict(Group)  # task -> group
     for pair in pairs:
         task = pair.chosen.task
         rejected = pair.rejected
-        # As in ETO, not in the paper: of a rejected trajectory that wanders on long after the
-        # expert was done, its first replies stand for the whole.
+        # As in ETO, but not in the paper, a rejected trajectory is truncated so that it has only a
+        # few more replies than the expert.
         if s.cut_turns >= 0:
-            rejected = encoder.cut(rejected, replies[task] + s.cut_turns)
-        if same_text(pair.chosen, rejected):
+            rejected = encoder.cut(rejected, expert_turns[task] + s.cut_turns)
+        if same_tokens(pair.chosen, rejected):
             dropped["equal once truncated"] += 1
             continue
         if s.rejected_ends == "leave out":
@@ -392,11 +472,21 @@ def preference_steps(
     i: int,
     s: Settings,
 ) -> list[list[Group]]:
-    """The batches of a phase, one a step: as many as some passes over the pairs make, or, for a
-    comparison of targets at equal steps, so many."""
+    """Returns the batches of preference training, one per step.
+
+    The batches cover --dpo-epochs epochs over the pairs. With --dpo-steps, there are exactly that
+    many batches, so that targets can be compared after the same number of steps.
+
+    Args:
+        groups: The tasks with their pairs.
+        name, i: The agent's name and the iteration. Both seed the shuffling.
+        role: The agent's role. Only D_tgt uses --dpo-steps.
+        s: The settings.
+    """
     rng = random.Random(seed_of(s.seed, "dpo", name, i))
     if role != "D_tgt" or s.dpo_steps == 0:
         return dpo.batches(groups, s.dpo_batch, rng, s.dpo_epochs)
+    # An epoch has at least one batch, so --dpo-steps epochs have enough batches.
     return dpo.batches(groups, s.dpo_batch, rng, epochs=s.dpo_steps)[:s.dpo_steps]
 
 
@@ -410,26 +500,27 @@ def d_tgt(
     s: Settings,
     dropped: Counter,
 ) -> list[Pair]:
-    """Makes the pairs of one task that the target learns from, Eq. (8), weighted as in Section 4.3.
+    """Makes the target's pairs for one task, Eq. (8), with the weights of Section 4.3.
 
     Args:
-        expert: The task's expert.
-        own: All rollouts of the agent that learns, of this iteration; the paper's e_tgt.
-        others: All rollouts of the other agents; the paper's e_fail.
+        expert: The expert of the task.
+        own: All rollouts of the target in this iteration, e_tgt in the paper.
+        others: All rollouts of the other agents, e_fail in the paper.
         s: The settings.
-        dropped: Gets, by reason, the number of comparisons that make no pair.
+        dropped: The counter of skipped comparisons by reason.
     """
-    comparisons = len(own) * len(others)  # of a rollout of the target with one of another agent
+    comparisons = len(own) * len(others)  # one for each rollout of the target with each other one
     own = usable(own, dropped)
     others = usable(others, dropped)
 
-    # Eq. (8): D_tgt = {(e_exp, e_tgt), (e_exp, e_fail)} u F_tgt x F_fail, the first one chosen.
+    # Eq. (8): D_tgt = {(e_exp, e_tgt), (e_exp, e_fail)} u F_tgt x F_fail. The first trajectory of a
+    # pair is the chosen one, e_exp is the expert, and F_tgt and F_fail are the agents' failures.
     pairs = against_expert(expert, own + others, s, dropped)
 
     # Section 4.3: "the total weight of all expert-prediction pairs generated for a given
-    # instruction sums to 1.0"; in the SFT term, too [ours]. A failure that an agent played is never
-    # imitated, "to avoid introducing misleading supervision from incorrect trajectories", not where
-    # it earned more than its expert either.
+    # instruction sums to 1.0". We use these weights in the SFT term as well [ours]. An agent's
+    # failure is never imitated, "to avoid introducing misleading supervision from incorrect
+    # trajectories", even if it has a higher reward than the expert.
     for pair in pairs:
         if s.pair_weights == "instruction":
             pair.weight = 1.0 / len(pairs)
@@ -437,19 +528,20 @@ def d_tgt(
             pair.sft_weight = pair.weight
 
     # Section 4.3: "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0".
-    # The weights are to keep expert pairs "from dominating the training signal, while ensuring that
-    # failure pairs receive full emphasis": in the paper, where each agent plays a task once, the
-    # expert pairs of a task weigh 1 together, and its failure pair weighs 1. With R rollouts per
-    # agent there are up to R x R failure pairs, so each weighs 1 / (R x R) [ours]. The balance of
-    # the two kinds of pairs, and of the SFT term, is then that of the paper, whatever R is.
-    # Eq. (8) always chooses the target's failure; we choose by reward, as Eq. (6) does [ours].
+    # The weights keep expert pairs "from dominating the training signal, while ensuring that
+    # failure pairs receive full emphasis". In the paper each agent plays a task once, so the expert
+    # pairs of a task have a total weight of 1, and its failure pair has weight 1. R rollouts per
+    # agent make up to R x R failure pairs. We therefore give each the weight 1 / (R x R) [ours].
+    # The two kinds of pairs and the SFT term then have the same balance for every R.
+    # Eq. (8) always chooses the target's failure, whereas we choose the failure with the higher
+    # reward, as in Eq. (6) [ours].
     if s.d_tgt_failures == "none":
         return pairs
     for pair in ordered_failures(itertools.product(own, others), dropped):
         if s.failure_pair_weights == "rollouts":
             pair.weight = 1.0 / comparisons
         if s.d_tgt_failures == "hard" and pair.chosen.reward < s.hard_threshold:
-            dropped["no hard failure"] += 1
+            dropped["not a hard negative"] += 1
         else:
             pairs.append(pair)
     return pairs
@@ -461,13 +553,25 @@ def against_expert(
     s: Settings,
     dropped: Counter,
 ) -> list[Pair]:
-    """Pairs each trajectory of a task with its expert. As in ETO's construct_preference, who earns
-    more is chosen, also over the expert, and equals make no pair; Eq. (8) has no condition."""
+    """Pairs each trajectory of a task with the task's expert.
+
+    As in ETO's construct_preference, the trajectory with the higher reward is chosen, even if it is
+    not the expert, and equal rewards make no pair. Eq. (8) has no such conditions.
+
+    Args:
+        expert: The expert of the task.
+        trajectories: Trajectories of the task, from any agent.
+        s: The settings.
+        dropped: The counter of skipped comparisons by reason.
+
+    Returns:
+        The pairs, each with weight 1 and without an SFT term.
+    """
     pairs = []
     for t in trajectories:
         if equal(expert.reward, t.reward):
             dropped["as good as the expert"] += 1
-        elif same_text(expert, t):
+        elif same_tokens(expert, t):
             dropped["the same text"] += 1
         elif better(expert.reward, t.reward):
             pairs.append(Pair(f"expert>{t.agent}", expert, t))
@@ -484,15 +588,25 @@ def d_fail(
     s: Settings,
     dropped: Counter,
 ) -> list[Pair]:
-    """Makes the pairs of one task that the failure agent learns from, Eq. (6): of two failures the
-    better one is chosen. Arguments are those of `d_tgt`; `own` is the paper's e_fail."""
-    if s.d_fail == "none":  # the failure agent stays as it is
+    """Makes the failure agent's pairs for one task, Eq. (6).
+
+    Of two failures, the one with the higher reward is chosen.
+
+    Args:
+        own: The failure agent's rollouts, e_fail in the paper. With --d-fail buffer, they include
+            the earlier trajectories of all agents.
+        others: The other agents' rollouts of this iteration.
+        s: The settings.
+        dropped: The counter of skipped comparisons by reason.
+    """
+    if s.d_fail == "none":  # the failure agent is not trained any further
         return []
     own = usable(own, dropped)
     others = usable(others, dropped)
-    # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}. By default it also has the pairs within one
-    # agent, since it is to learn from failures "from both the target and itself" (Section 4.2).
-    # With one rollout of a task, as in the paper, there are none.
+    # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}, where the failure e_w is preferred to e_l.
+    # By default, we add pairs of two failures from the same agent, since the failure agent learns
+    # from failures "from both the target and itself" (Section 4.2). With one rollout per task, as
+    # in the paper, there are no such pairs.
     candidates = itertools.combinations(others + own, 2)
     if s.d_fail == "cross":
         candidates = itertools.product(others, own)
@@ -500,13 +614,13 @@ def d_fail(
 
 
 def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[Pair]:
-    """Yields a pair of those candidates that are two failures with different rewards."""
+    """Yields a pair for each candidate that consists of two failures with different rewards."""
     for a, b in candidates:
         if not a.is_failure or not b.is_failure:
             dropped["not both failures"] += 1
         elif equal(a.reward, b.reward):
             dropped["equal failures"] += 1
-        elif same_text(a, b):
+        elif same_tokens(a, b):
             dropped["the same text"] += 1
         elif better(a.reward, b.reward):
             yield Pair("failure>failure", a, b)
@@ -514,161 +628,167 @@ def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[
             yield Pair("failure>failure", b, a)
 
 
-def same_text(a: Trajectory, b: Trajectory) -> bool:
-    """Whether nothing tells one from the other but what it earned, which no policy can learn."""
+def same_tokens(a: Trajectory, b: Trajectory) -> bool:
+    """Returns True if two trajectories have the same tokens. No policy can prefer one of them."""
     return a.ids == b.ids
 
 
 # ------------------------------------------------------------------------------------ settings
-# The comment above a setting is its help; in brackets is the source of its default: the paper; ETO,
-# the scripts of Song et al.; or ours. Its type says which values it may have. A run goes on with
-# another value of a Free setting, on which nothing but rounding depends, and with a larger one of a
-# Growing one; another value of any other setting is refused.
+# The comment above a setting is its --help text. The brackets at its end name the source of the
+# default: the paper, ETO (the scripts of Song et al.) or ourselves. The type of a setting limits
+# its values. When you resume a run, you may change a setting of type Free, which affects nothing
+# but rounding, and increase one of type Growing. Changing any other setting is refused.
 
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained, on which tasks, and how long an episode may be"""
-    # The environment in which agents play [ours]
+    """Method, model, tasks and lengths"""
+    # Environment that the agents act in [ours]
     env: Literal[ENVIRONMENTS] = "webshop"
-    # Which agents are trained, and how [the paper]
+    # Training method, one of those listed above [the paper]
     method: str = "coevolve"
-    # The model that training starts from: tiny, which is shipped, or a causal language model with a
-    # chat template, by its folder or its name on the hub [ours]
+    # Model to start from: "tiny", which is included, or a causal language model with a chat
+    # template, by its folder or its name on the Hugging Face Hub [ours]
     model: str = "tiny"
-    # The seed of all that is random in a run [ours]
+    # Seed of all random numbers [ours]
     seed: types.Whole = 0
-    # The folder that gets all that a run makes [runs/ENV-METHOD-sSEED]
+    # Output folder [runs/ENV-METHOD-sSEED]
     out: types.Free[Optional[str]] = None
-    # RUN@OUTPUT: begin with what that run made before this output, under today's settings [none]
+    # RUN@OUTPUT: reuse the outputs of RUN that come before OUTPUT, then continue with these settings
+    # [none]
     branch: types.Free[Optional[str]] = None
-    # The same path, cut to about a minute with tiny [ours]
+    # Run the same phases on fewer tasks, which takes about a minute with the model tiny [ours]
     quick: bool = False
-    # A tracker of accelerate that gets all numbers, such as tensorboard or wandb [none]
+    # Experiment tracker of accelerate that logs all numbers, such as tensorboard or wandb [none]
     track: types.Free[Optional[str]] = None
-    # A file of experts: ETO's or IPR's list, or trajectories of a run, of which the best one of a
-    # task is its expert [scripted experts]
+    # File of expert trajectories: ETO's list, IPR's list, or trajectories of a run, of which the
+    # best one of each task becomes its expert trajectory [scripted experts]
     experts: types.OldFile = None
-    # Experts with this reward or less are left out, unless they solve their task [App. A]
+    # Drop expert trajectories with a reward of at most this value, unless they solve their task
+    # [App. A]
     expert_min_reward: float = 0.7
-    # How many training tasks are used; 0 is all [Table 1]
+    # Number of training tasks; 0 for all [Table 1]
     train_tasks: types.Whole = 0
-    # How many tasks of each evaluated split are used; 0 is all [Table 1]
+    # Number of tasks in each evaluated split; 0 for all [Table 1]
     eval_tasks: types.Whole = 0
-    # The splits that agents are evaluated on; validation is for the choice of settings, and of an
-    # iteration [Table 1]
+    # Splits to evaluate on; use validation to choose settings or an iteration [Table 1]
     eval_splits: Literal["test", "validation", "all"] = "test"
-    # How much an observation says; short, for small models, leaves out what is repeated [ours]
+    # Form of the observations; "short" leaves out repeated text and, in the scripted expert
+    # trajectories, ReAct thoughts, for small models [ours]
     view: Literal["full", "short"] = "full"
-    # The tokens that a trajectory may have; an episode ends there [ours]
+    # Maximum number of tokens in a trajectory; the episode ends there [ours]
     max_tokens: types.Count = 4096
-    # The tokens that a reply may have [ours]
+    # Maximum number of tokens in a reply [ours]
     max_new_tokens: types.Count = 256
 
 
 @dataclass(frozen=True)
 class Sft:
-    """Imitation of the experts (Section 4.1), and what all training has in common"""
-    # Passes over the experts [App. B]
+    """SFT on expert trajectories (Section 4.1), and settings for all training"""
+    # Number of epochs over the expert trajectories [App. B]
     sft_epochs: types.Count = 3
-    # Experts in a step of SFT [App. B]
+    # Number of expert trajectories per SFT step [App. B]
     sft_batch: types.Count = 48
-    # The highest learning rate of SFT [App. B]
+    # Peak learning rate of SFT [App. B]
     sft_lr: types.Rate = 1e-5
-    # The share of the steps of SFT in which the rate rises; then it falls as a cosine [App. B]
+    # Fraction of the SFT steps used for linear warmup, before cosine decay [App. B]
     sft_warmup: types.Share = 0.03
-    # The weight decay of AdamW, in all training [ETO]
+    # Weight decay of AdamW, in all training [ETO]
     weight_decay: types.Weight = 0.0
-    # The norm that gradients are clipped to, in all training [transformers' default]
+    # Norm that gradients are clipped to, in all training [transformers' default]
     max_grad_norm: types.Rate = 1.0
 
 
 @dataclass(frozen=True)
 class Common(MachineSettings, Sft, Data):
-    """What every method reads"""
+    """Settings that every method uses"""
 
 
 @dataclass(frozen=True)
 class Preferences:
     """Exploration and preference training (Sections 4.2 and 4.3)"""
-    # The number K of iterations of exploration and preference training [App. B; 5 on InterCodeSQL]
+    # Number K of iterations of exploration and preference training [App. B; 5 on InterCodeSQL]
     iterations: types.Growing[types.Count] = 3
-    # How often an agent plays a task, in each iteration if there are some [Section 5.2.1]
+    # Number of rollouts per task, in each iteration if the method iterates [Section 5.2.1]
     rollouts: types.Count = 1
-    # The temperature of rollouts; what a run trains is evaluated greedily [ours; ETO: 0]
+    # Sampling temperature of rollouts; trained agents are evaluated greedily [ours; ETO: 0]
     temperature: types.Temperature = 0.7
-    # Passes over the pairs of an iteration [App. B]
+    # Number of epochs over the pairs of an iteration [App. B]
     dpo_epochs: types.Count = 3
-    # Steps of the target in an iteration; 0 is as many as --dpo-epochs make [ours]
+    # Number of optimiser steps of the target per iteration; 0 to use --dpo-epochs [ours]
     dpo_steps: types.Whole = 0
-    # Pairs in a step; those of a task stay together, so that each trajectory is read once [App. B]
+    # Number of pairs per step; the pairs of a task stay together, so that one forward pass per
+    # trajectory serves all of them [App. B]
     dpo_batch: types.Count = 32
-    # The learning rate of preference training in iteration 1 [App. B; ETO]
+    # Learning rate of preference training in iteration 1 [App. B; ETO]
     dpo_lr: types.Rate = 1e-6
-    # The learning rate of preference training in later iterations [App. B; ETO]
+    # Learning rate of preference training in later iterations [App. B; ETO]
     dpo_lr_later: types.Rate = 5e-7
-    # The share of an iteration's steps in which the rate rises; then it is constant [ETO]
+    # Fraction of an iteration's steps used for linear warmup, before a constant rate [ETO]
     dpo_warmup: types.Share = 0.1
-    # Beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
+    # Factor beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
     beta: types.Rate = 0.1
-    # Beta of DPO, Eq. (7), in later iterations [App. B; ETO]
+    # Factor beta of DPO, Eq. (7), in later iterations [App. B; ETO]
     beta_later: types.Rate = 0.5
-    # The weight of the DPO term of Eq. (9) [Section 4.3]
+    # Weight of the DPO term in Eq. (9) [Section 4.3]
     lambda_dpo: types.Weight = 1.0
-    # The weight of the SFT term of Eq. (9); ETO has none [Section 4.3; ETO: Section 5.1]
+    # Weight of the SFT term in Eq. (9), which ETO does not have [Section 4.3; ETO: Section 5.1]
     lambda_sft: types.Weight = 0.1
-    # How the DPO term makes log pi of a trajectory of those of its action tokens [Eq. 2, 5, 7]
-    log_prob: Literal["sum", "mean"] = "sum"
-    # The reference pi_ref: the agent as the iteration begins, the agent after SFT, or none [ETO]
-    reference: Literal["phase", "sft", "none"] = "phase"
-    # Denominator of the batch loss, SFT term included: the sum of the pairs' weights, with which
-    # the size of the SFT term does not depend on --rollouts, or the number of pairs [ours]
+    # Reduction of a trajectory's token log-probabilities in the DPO term [Eq. 2, 5, 7]
+    log_prob_reduction: Literal["sum", "mean"] = "sum"
+    # Reference model pi_ref, to which DPO compares the agent: "iteration" is the agent at the start
+    # of the iteration, "sft" is the agent after SFT, and "none" sets pi_ref = 1 [ETO; IPR: sft]
+    reference: Literal["iteration", "sft", "none"] = "iteration"
+    # Denominator of the batch loss, SFT term included: the sum of the pairs' weights, with which the
+    # size of the SFT term does not depend on --rollouts, or the number of pairs [ours]
     denominator: Literal["weights", "pairs"] = "weights"
-    # What becomes of a pair whose expert has the lower reward: it is swapped, or dropped [ETO]
+    # Swap or drop a pair in which the expert has the lower reward [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
-    # Whether the pairs of a task with the expert weigh 1 together, or each, as in ETO [Section 4.3;
-    # ETO: Section 5.1]
+    # Weights of the expert pairs of a task: "instruction" makes them sum to 1, "none" gives each of
+    # them 1, as in ETO [Section 4.3; ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
-    # Weight of a pair of two failures in D_tgt: "rollouts" is 1 / (the target's rollouts of the
-    # task x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
+    # Weight of each failure pair of the target: "rollouts" is 1 / (the target's rollouts of the task
+    # x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
     failure_pair_weights: Literal["rollouts", "none"] = "rollouts"
-    # Which pairs of two failures D_tgt has: cross, all of one by the target and one by another
-    # agent; hard, those of them whose better one has --hard-threshold at least; or none [Eq. 8]
+    # Failure pairs that the target learns from: "cross" compares each of its failures with each
+    # failure of another agent, "hard" keeps the pairs whose chosen reward is at least
+    # --hard-threshold [Eq. 8]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
-    # The reward from which on a failure is hard [Section 5.2.1]
+    # Lowest reward of a hard negative [Section 5.2.1]
     hard_threshold: types.Weight = 0.6
-    # The replies that a rejected trajectory may have beyond the expert's number, before it is cut;
-    # below 0 it never is [ETO]
+    # Truncate a rejected trajectory to this many replies more than the expert's; negative: never
+    # [ETO]
     cut_turns: int = 5
-    # Whether log pi of a rejected trajectory counts ends of turns and of the episode [Eq. 7]
+    # Count or leave out, in log pi of a rejected trajectory, its end-of-turn tokens and the reply
+    # that ended its episode [Eq. 7]
     rejected_ends: Literal["count", "leave out"] = "count"
 
 
 @dataclass(frozen=True)
 class FailureAgent:
     """The failure agent (Section 4.2)"""
-    # The pairs of failures in D_fail: all; cross, which are the literal Eq. (6), of the target with
-    # the failure agent; buffer, of all iterations so far; none, so that it never learns
-    # [Section 4.2]
+    # Failure pairs that the failure agent learns from: "all" pairs of the iteration; "cross", the
+    # literal Eq. (6), those of a failure of the target with one of its own; "buffer", all pairs of
+    # this and earlier iterations; "none", so that it never learns [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
-    # When the failure agent plays the rollouts that the target learns from: before it learns, or
-    # after, for which it plays twice in each iteration [before: the paper's summary; after: its
-    # introduction]
+    # Time at which the failure agent plays the rollouts that the target learns from: before it
+    # learns in an iteration, or after, for which it plays twice [before: the paper's summary;
+    # after: its introduction]
     failure_plays: Literal["before", "after"] = "before"
-    # The folder of a model from which the failure agent starts, in place of SFT [its own SFT]
+    # Folder of a model that the failure agent starts from, instead of SFT [its own SFT]
     failure_from: types.OldFile = None
 
 
 @dataclass(frozen=True)
 class Settings(FailureAgent, Preferences, Common, types.Stated):
-    """Every setting of a run"""
-    # What --help lists; --help all lists the rest.
+    """All settings of a run"""
+    # These are the settings that --help lists. All others appear only in --help all.
     essential = ("env", "method", "model", "seed", "out", "branch", "quick", "experts",
                  "train_tasks", "eval_tasks", "eval_splits", "max_tokens", "max_new_tokens",
                  "sft_epochs", "sft_lr", "iterations", "rollouts", "temperature", "dpo_epochs",
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
-    # What replaces defaults, by the name of a model, a protocol ("eto") or "--method NAME"; the
-    # last that applies wins. Environments have more.
+    # Presets change the defaults for a model, for a protocol ("eto") or for "--method NAME". If
+    # several presets apply, the last one wins. Environments define further presets.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
                             lambda_sft=0.5),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
@@ -688,14 +808,14 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
 METHODS = {
     "coevolve": types.Method(
         coevolve, (Common, Preferences, FailureAgent),
-        "a target learns from experts, and from a failure agent that learns too"),
+        "a target learns from experts and from a failure agent, which learns as well"),
     "eto": types.Method(
         coevolve, (Common, Preferences),
-        "the target alone, by DPO: experts over its failures (Song et al. 2024)"),
+        "the target alone learns by DPO to prefer experts to its failures (Song et al. 2024)"),
     "positive": types.Method(
         coevolve, (Common, Preferences),
-        "the control: a second agent as ETO's in place of the failure agent"),
-    "sft": types.Method(coevolve, (Common,), "imitation of the experts alone"),
+        "a control: a second agent, trained as in ETO, replaces the failure agent"),
+    "sft": types.Method(coevolve, (Common,), "only imitation of the experts"),
 }
 
 

@@ -1,15 +1,17 @@
-"""Learning: from the tokens of trajectories to log-probabilities, to a loss, to steps of AdamW.
+"""Learning: token log-probabilities, losses, micro-batches and the optimiser loop.
 
-Raw PyTorch, and nothing else. Equations are those of arXiv 2511.22254: a task u, a trajectory e of
-it with its action tokens t_k, the policy pi that is trained, and the reference pi_ref, from which
-DPO measures how far pi has moved.
+This file is raw PyTorch and depends on nothing else. Equation numbers refer to arXiv 2511.22254,
+which writes u for a task, e for a trajectory, t_k for its action tokens, pi for the policy (the
+model being trained) and pi_ref for the reference. DPO, direct preference optimisation, compares the
+policy to the reference. SFT is supervised fine-tuning.
 
-Precision: weights, gradients and AdamW are in fp32. On a GPU a forward is in bf16 (`engine.passes`,
-`engine.models`); its logits become fp32, sums over tokens and losses are in fp64.
+Precision: weights, gradients and AdamW states are fp32. On a GPU, forward passes run in bf16,
+except for the included model tiny (see `engine.forward_passes` and `engine.models`). Logits are
+cast to fp32, and sums over tokens and losses are computed in fp64.
 
-Shapes: a pass is one forward of the model; it reads B trajectories of L tokens, and makes logits
-over V words at K places. Some groups have T trajectories in all, with A action tokens, and P pairs.
-Log-probabilities are in nats.
+Shapes: a forward pass runs B trajectories of up to L tokens, and returns logits over a vocabulary
+of V tokens at K positions. A list of groups has T trajectories, A action tokens and P pairs in
+total. Log-probabilities are in nats.
 """
 
 import inspect
@@ -26,32 +28,40 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
-# ------------------------------------------------------------------------- what is learned from
+# ----------------------------------------------------------------------- trajectories and pairs
 
-Ids = list[int]   # token ids, or a mask beside them
-ROUNDING = 1e-9   # rewards that differ by less are equal
+Ids = list[int]   # token ids, or a mask over them
+ROUNDING = 1e-9   # rewards that differ by at most this much are equal
 
 
 @dataclass
 class Trajectory:
-    """A trajectory e of a task u, whole or as far as it has come; a line of a .jsonl file."""
-    task: str = ""
-    agent: str = ""                  # the name of who played it
-    iteration: int = 0               # of the loop, in which it was played
-    rollout: int = 0                 # its number among those of one task, agent and iteration
-    seed: int = 0                    # of its own random numbers
-    messages: list[dict] = field(default_factory=list)    # the conversation, {role, content}
-    ids: Ids = field(default_factory=list)          # (l,) read and written, in order
-    # (l,) 1: the agent wrote it; an expert's reply is all its own, with its end of turn
-    action_mask: Ids = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # of what was sampled; for logs
-    reward: float = 0.0              # in [0, 1]; by ETO's protocol from -1
-    raw_reward: float | None = None  # before clipping, where the environment clips
-    steps: int = 0                   # how many replies it has
-    idle: int = 0                    # how many of them changed nothing
-    ended: str = ""                  # done, budget (of replies) or context (of tokens)
+    """The trajectory e of an episode of task u, which may still be running.
 
-    # log pi_ref(e|u), once it has been computed. It is no field: in no file, and in no copy.
+    In a .jsonl file, each line is one trajectory.
+    """
+    task: str = ""
+    agent: str = ""                  # name of the agent that acted
+    iteration: int = 0               # iteration of the training loop
+    rollout: int = 0                 # index among the rollouts of this task, agent and iteration
+    seed: int = 0                    # seed of the episode's random number generator
+    messages: list[dict] = field(default_factory=list)    # the conversation, {role, content}
+    ids: Ids = field(default_factory=list)          # (l,) prompt, replies and observations
+    # (l,) 1 for action tokens, which the agent sampled, and 0 for all others. In an expert
+    # trajectory the action tokens are the replies, including their end-of-turn tokens.
+    action_mask: Ids = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, for logging
+    reward: float = 0.0              # in [0, 1], or in [-1, 1] with the protocol of ETO
+    raw_reward: float | None = None  # reward before clipping, if the environment clips it
+    turns: int = 0                   # number of replies
+    idle: int = 0                    # number of replies that changed nothing
+    # The reason for the end: "done" if the environment ended the episode, "turn_limit" if the agent
+    # ran out of replies, "context_limit" if it ran out of tokens, and "refused" if an API endpoint
+    # refused a request.
+    ended: str = ""
+
+    # log pi_ref(e|u), once `add_references` has computed it. It is no dataclass field, so no file
+    # has it, and dataclasses.replace does not carry it over. copy and deepcopy do.
     reference = None
 
     def extend(self, ids: Ids, is_action: bool) -> None:
@@ -60,66 +70,71 @@ class Trajectory:
 
     @property
     def action_count(self) -> int:
-        """The number of action tokens that are predicted, which the very first token is not."""
+        """The number of action tokens that the model predicts.
+
+        The first token of a sequence is never predicted.
+        """
         return sum(self.action_mask[1:])
 
     @property
     def is_failure(self) -> bool:
-        """Whether it is in F = {e : r(u, e) < 1}."""
+        """True if the trajectory is a failure, in F = {e : r(u, e) < 1} with the reward r."""
         return better(1.0, self.reward)
 
 
 def better(reward: float, other: float) -> bool:
-    """Whether a reward is above another by more than rounding."""
+    """Returns True if a reward exceeds another by more than a rounding error."""
     return reward - other > ROUNDING
 
 
 def equal(reward: float, other: float) -> bool:
-    """Whether two rewards differ by no more than rounding."""
+    """Returns True if two rewards are equal up to rounding."""
     return abs(reward - other) <= ROUNDING
 
 
 @dataclass
 class Pair:
-    """A preference between two trajectories of a task."""
-    kind: str                # who is chosen over whom, such as expert>target
+    """A preference between two trajectories of the same task."""
+    kind: str                # which trajectories are compared, for example "expert>target"
     chosen: Trajectory
     rejected: Trajectory
-    weight: float = 1.0      # of the DPO term
-    sft_weight: float = 0.0  # of the SFT term on the chosen trajectory
-    # What each step that trained on it saw: log pi(e|u) of both sides, and the margin.
-    seen: list[tuple[float, float, float]] = field(default_factory=list)
+    weight: float = 1.0      # weight of the pair in the DPO term
+    sft_weight: float = 0.0  # weight of the chosen trajectory in the SFT term
+    # Each optimiser step on this pair appends log pi(e|u) of the chosen and of the rejected
+    # trajectory, and the margin (see `dpo_loss`).
+    history: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 @dataclass
 class Group:
-    """A task: its distinct trajectories, each of which the model reads once, and its pairs."""
+    """The distinct trajectories of a task, and the pairs among them. A step runs one forward pass
+    on each trajectory, however many pairs it is in."""
     trajectories: list[Trajectory] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
 
     def add(self, t: Trajectory) -> Trajectory:
-        """Adds a trajectory, unless an equal one is there; returns the one that is kept."""
-        for known in self.trajectories:
-            if known == t:
-                return known
+        """Adds a trajectory unless an equal one is stored already, and returns the stored one."""
+        for stored in self.trajectories:
+            if stored == t:
+                return stored
         self.trajectories.append(t)
         return t
 
 
 def trajectories_of(groups: list[Group]) -> list[Trajectory]:
-    """All trajectories of the groups, in order, (T,)."""
-    found = []
+    """Returns all trajectories in the groups, in order, as a list of length T."""
+    trajectories = []
     for group in groups:
-        found += group.trajectories
-    return found
+        trajectories += group.trajectories
+    return trajectories
 
 
 def pairs_of(groups: list[Group]) -> list[Pair]:
-    """All pairs of the groups, in order, (P,)."""
-    found = []
+    """Returns all pairs in the groups, in order, as a list of length P."""
+    pairs = []
     for group in groups:
-        found += group.pairs
-    return found
+        pairs += group.pairs
+    return pairs
 
 
 # --------------------------------------------------------------------------- log-probabilities
@@ -132,73 +147,80 @@ def in_fp32(logits: Tensor) -> Tensor:
 def token_log_probs(
     model,
     trajectories: list[Trajectory],
-    scores: Callable[[Tensor], Tensor] = in_fp32,
+    logits_processor: Callable[[Tensor], Tensor] = in_fp32,
 ) -> Tensor:
-    """Computes log pi(t_k | t_<k) of every action token t_k by one pass.
+    """Computes log pi(t_k | t_<k) of every action token t_k in a single forward pass.
 
     Args:
-        model: A causal LM.
-        trajectories: Those that are run side by side.
-        scores: What pi is: logits, (A, V) -> those whose softmax is pi. DPO takes the model's own,
-            in fp32; GRPO its sampler's, with a temperature and without some tokens.
+        model: A causal language model.
+        trajectories: The batch of trajectories.
+        logits_processor: A function (A, V) -> (A, V). The softmax of its result is the policy pi.
+            DPO only casts the logits to fp32, whereas GRPO applies the temperature and the token
+            mask of its sampler.
 
     Returns:
-        (A,) nats, of the trajectories laid end to end.
+        The log-probabilities of all trajectories, concatenated, (A,), in nats.
     """
     device = next(model.parameters()).device
-    # Padding stands behind all that matters. A causal model needs no attention mask to ignore it.
-    ids = padded([t.ids for t in trajectories]).to(device)                        # (B, L)
-    mask = padded([t.action_mask for t in trajectories]).to(device)               # (B, L)
+    # With causal attention, no token sees the padding to its right, so no attention mask is needed.
+    ids = pad_right([t.ids for t in trajectories]).to(device)                     # (B, L)
+    mask = pad_right([t.action_mask for t in trajectories]).to(device)            # (B, L)
 
-    # The logits at one place are for the token at the next.
+    # The logits at a position predict the next token.
     targets = ids[:, 1:]                                                          # (B, L-1)
     is_action = mask[:, 1:].bool()                                                # (B, L-1)
 
-    # Logits are made only where the next token of some row is an action; most tokens are read.
-    places = is_action.any(0).nonzero()[:, 0]                                     # (K,)
-    logits = logits_at(places, model, input_ids=ids)                              # (B, K, V)
-    logits = logits[is_action[:, places]]                                         # (A, V)
+    # Most tokens belong to the prompt or to observations, so we compute logits only at positions
+    # that predict an action token in at least one trajectory.
+    positions = is_action.any(0).nonzero()[:, 0]                                  # (K,)
+    logits = logits_at(positions, model, input_ids=ids)                           # (B, K, V)
+    logits = logits[is_action[:, positions]]                                      # (A, V)
 
     # log pi(t_k | t_<k) = log softmax(logits)[t_k]
-    return -F.cross_entropy(scores(logits), targets[is_action], reduction="none")
+    return -F.cross_entropy(logits_processor(logits), targets[is_action], reduction="none")
 
 
-def padded(rows: list[Ids]) -> Tensor:
-    """Rows as one tensor, (B, L), with 0 where they are shorter than the longest."""
-    rows = [torch.tensor(row) for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_value=0)
+def pad_right(sequences: list[Ids]) -> Tensor:
+    """Stacks sequences into one tensor, (B, L), padded with zeros on the right."""
+    sequences = [torch.tensor(sequence) for sequence in sequences]
+    return pad_sequence(sequences, batch_first=True, padding_value=0)
 
 
-def logits_at(places: Tensor, model, **inputs) -> Tensor:
-    """A model's logits at some places of each row, (B, K, V). It makes no others, if it can; one
-    inside a wrapper that hides how, such as peft's, takes the memory of all of them."""
+def logits_at(positions: Tensor, model, **inputs) -> Tensor:
+    """Computes a model's logits at the same positions in each sequence, (B, K, V).
+
+    Some wrappers, such as peft's, hide the option `logits_to_keep`. In that case the logits of all
+    positions take up memory.
+    """
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        return model(**inputs, use_cache=False, logits_to_keep=places).logits
-    return model(**inputs, use_cache=False).logits[:, places]
+        return model(**inputs, use_cache=False, logits_to_keep=positions).logits
+    return model(**inputs, use_cache=False).logits[:, positions]
 
 
 def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
-    """Adds up log pi(e|u) of each trajectory, (T,) float64, from those of its tokens, (A,)."""
-    # The trajectory of each action token: 0, 0, 0, 1, 1, ...
+    """Sums token log-probabilities, (A,), into log pi(e|u) of each trajectory, (T,), in float64."""
+    # The index of the trajectory that each action token belongs to: 0, 0, 0, 1, 1, ...
     counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
     owners = torch.arange(len(counts)).repeat_interleave(counts).to(per_token.device)  # (A,)
-    # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over action tokens t_k. What the agent
-    # reads only conditions. In fp32 a sum of hundreds of nats is rounded by more than a late step
-    # changes it.
+    # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over the action tokens t_k. The prompt
+    # and the observations are only conditioned on. We sum in fp64, because the rounding error of
+    # hundreds of nats in fp32 is larger than the effect of a late optimiser step.
     zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
     return zeros.index_add(0, owners, per_token.double())
 
 
 # -------------------------------------------------------------------------------------- losses
-# loss(policy, groups) -> sums over the groups, (), by name, and statistics: kind of pair -> {name:
-# sum}. The sum `loss` is trained on; its terms, if it has several, are logged beside it.
-# policy: log pi of all action tokens of the groups, (A,). `train` divides the sums over a batch by
-# size(batch), which makes them means: `action_count` for SFT, `pair_count` for Eq. (9).
+# A loss function has the form loss(policy, groups), where `policy` is log pi of all action tokens
+# in the groups, (A,). It returns a dict of sums over the groups, () each, and statistics as a dict
+# {kind of pair: {name: sum}}. The sum named `loss` is trained on. Other sums, such as its terms, are
+# logged. To get means, `train` divides the sums over a batch by denominator(batch): `action_count`
+# for SFT, and `pair_weight` or `pair_count` for Eq. (9).
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
-    """Eq. (3)-(5), summed over the groups' trajectories."""
-    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions
+    """Computes the SFT loss, Eq. (3)-(5), summed over all trajectories in the groups."""
+    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), where the set A contains the tokens of
+    # thoughts and actions.
     return dict(loss=-policy.double().sum()), {}
 
 
@@ -213,9 +235,18 @@ def dpo_loss(
     reference_rejected: Tensor,
     beta: float,
 ) -> tuple[Tensor, Tensor]:
-    """Eq. (7) of each pair, from log pi(e|u) and log pi_ref(e|u) of its two trajectories. All are
-    (P,), as are the loss and the margin that are returned."""
-    # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) )
+    """Computes the DPO loss, Eq. (7), of each pair.
+
+    Args:
+        policy_chosen, policy_rejected: log pi(e|u) of both sides of each pair, (P,) each.
+        reference_chosen, reference_rejected: log pi_ref(e|u) of both sides, (P,) each.
+        beta: The factor beta in Eq. (7).
+
+    Returns:
+        The losses and the margins, (P,) each. The margin is the argument of sigma in Eq. (7).
+    """
+    # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) ), where e_w is
+    # chosen and e_l is rejected.
     margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
     return -F.logsigmoid(margin), margin
 
@@ -226,38 +257,43 @@ def preference_loss(
     beta: float,
     lambda_dpo: float = 1.0,
     lambda_sft: float = 0.1,
-    log_prob: str = "sum",
+    log_prob_reduction: str = "sum",
 ) -> tuple[dict, dict]:
-    """Eq. (9), summed over the groups' pairs: weighted DPO plus SFT on the chosen trajectory.
+    """Computes Eq. (9), summed over all pairs in the groups.
 
-    With lambda_dpo 1 and every sft_weight 0 it is Eq. (7), the failure agent's loss. The sums `dpo`
-    and `sft`, with their lambdas and weights, add up to `loss`.
+    Eq. (9) is weighted DPO plus SFT on the chosen trajectories. If lambda_dpo is 1 and every
+    sft_weight is 0, it becomes Eq. (7), the loss of the failure agent.
 
     Args:
         policy: log pi of all action tokens, (A,).
-        groups: What it is summed over. Their trajectories have a reference.
-        beta: Of Eq. (7).
+        groups: The tasks. Each of their trajectories must have a reference.
+        beta: The factor beta in Eq. (7).
         lambda_dpo, lambda_sft: The weights of the two terms.
-        log_prob: How the DPO term makes log pi of a trajectory of its tokens': sum, or mean.
+        log_prob_reduction: "sum" or "mean", the reduction of a trajectory's token
+            log-probabilities in the DPO term.
+
+    Returns:
+        The sums `loss` and its terms `dpo` and `sft`, which include their lambdas and weights, and
+        the statistics from `pair_statistics`.
     """
     trajectories = trajectories_of(groups)
     pi = action_log_probs(policy, trajectories)                                   # (T,)
     ref = pi.new_tensor(references_of(trajectories))                              # (T,)
     counts = pi.new_tensor([t.action_count for t in trajectories])                # (T,)
 
-    # Where the two sides of each pair stand among the trajectories.
+    # Find the index of each pair's chosen and rejected trajectory.
     pairs = pairs_of(groups)
-    place = {id(t): n for n, t in enumerate(trajectories)}
-    chosen = [place[id(pair.chosen)] for pair in pairs]                           # (P,)
-    rejected = [place[id(pair.rejected)] for pair in pairs]                       # (P,)
+    index = {id(t): n for n, t in enumerate(trajectories)}
+    chosen = [index[id(pair.chosen)] for pair in pairs]                           # (P,)
+    rejected = [index[id(pair.rejected)] for pair in pairs]                       # (P,)
 
-    # The preference, of log-probabilities that are sums over action tokens, or means.
+    # Compute the DPO term from sums or means over action tokens.
     pi_scored = pi
     ref_scored = ref
-    if log_prob == "mean":
+    if log_prob_reduction == "mean":
         pi_scored = pi / counts
         ref_scored = ref / counts
-    rewards = beta * (pi_scored - ref_scored)                                     # (T,)
+    rewards = beta * (pi_scored - ref_scored)  # the implicit rewards of DPO        # (T,)
     preference, margin = dpo_loss(pi_scored[chosen], pi_scored[rejected],
                                   ref_scored[chosen], ref_scored[rejected], beta)  # (P,) each
 
@@ -281,28 +317,36 @@ def pair_weight(groups: list[Group]) -> float:
 
 
 def references_of(trajectories: list[Trajectory]) -> list[float]:
-    """log pi_ref(e|u) of each, (T,); ValueError where it has not been computed."""
+    """Returns log pi_ref(e|u) of each trajectory, (T,).
+
+    Raises:
+        ValueError: A trajectory has no reference.
+    """
     for t in trajectories:
         if t.reference is None:
-            raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r} has no reference;"
-                             " call dpo.add_references on what is trained on, or set it to 0, "
-                             "with which pi_ref is 1")
+            raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r}, has no "
+                             "reference; call dpo.add_references on the training groups, or set "
+                             "the reference to 0 for pi_ref = 1")
     return [t.reference for t in trajectories]
 
 
-def pair_statistics(pairs: list[Pair], *sides: Tensor) -> dict:
-    """Returns sums over the pairs of each kind. `accuracy` counts the pairs with a margin above 0.
+def pair_statistics(pairs: list[Pair], *columns: Tensor) -> dict:
+    """Sums statistics over the pairs of each kind, and appends an entry to each pair's history.
 
     Args:
-        pairs: P pairs, whose `seen` gets log pi(e|u) of both sides and the margin.
-        sides: log pi(e|u) of the chosen and of the rejected side; the implicit rewards of both,
-            beta log pi/pi_ref; and their margin. (P,) each.
+        pairs: The pairs.
+        columns: Five tensors, (P,) each: log pi(e|u) of the chosen and of the rejected side, the
+            implicit rewards of both, beta log pi/pi_ref, and the margin from `dpo_loss`.
+
+    Returns:
+        A dict {kind of pair: {name: sum}}. The sum named `accuracy` is the number of positive
+        margins.
     """
     sums = defaultdict(Counter)
-    rows = torch.stack(sides, 1).tolist()                                         # (P, 5)
+    rows = torch.stack(columns, 1).tolist()                                       # (P, 5)
     for pair, (w, l, reward_w, reward_l, m) in zip(pairs, rows):
-        pair.seen.append((w, l, m))
-        # A Counter's update adds.
+        pair.history.append((w, l, m))
+        # The update method of a Counter adds to its values.
         sums[pair.kind].update(chosen=w, rejected=l, reward_chosen=reward_w,
                                reward_rejected=reward_l, margin=m, count=1, accuracy=m > 0)
     return sums
@@ -317,50 +361,66 @@ def batches(
     rng: random.Random,
     epochs: int = 1,
 ) -> list[list[Group]]:
-    """The groups, shuffled in each epoch, in batches of at most `size` pairs, or tasks without
-    pairs. A group stays whole: one with more pairs is a batch by itself. The last batch of an epoch
-    may be small, and is divided by its own size."""
-    found = []
+    """Shuffles the groups in each epoch, and splits them into batches.
+
+    Args:
+        groups: The tasks. A task is never split. A task without pairs counts as one pair.
+        size: The maximum number of pairs in a batch. A group with more pairs forms a batch by
+            itself.
+        rng: The random number generator for shuffling.
+        epochs: The number of epochs.
+
+    Returns:
+        The batches of all epochs. The last batch of an epoch may be smaller.
+    """
+    filled = []
     for _ in range(epochs):
         shuffled = rng.sample(groups, len(groups))
         costs = [max(1, len(group.pairs)) for group in shuffled]
-        found += fill(shuffled, costs, size)
-    return found
+        filled += chunk_by_cost(shuffled, costs, size)
+    return filled
 
 
 def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
-    """Returns True if trajectories have at most `tokens` tokens, padded to the longest one."""
+    """Returns True if trajectories have at most `tokens` tokens, padded to the longest of them."""
     return len(trajectories) * max(len(t.ids) for t in trajectories) <= tokens
 
 
 def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
-    """Splits a batch into micro-batches (gradient accumulation), whose activations are in memory
-    together. Their trajectories satisfy `fits`. A group that does not is a micro-batch by itself,
-    and needs that memory. The longest groups come first, so that lengths are similar."""
-    parts = []
+    """Splits a batch into micro-batches for gradient accumulation.
+
+    Args:
+        groups: The batch. A group is never split, so one that does not fit forms a micro-batch by
+            itself. Sorting the groups by length keeps the padding small.
+        fits: A function fits(trajectories) -> bool. It returns True if the activations of these
+            trajectories fit in memory together.
+    """
+    packed = []
     for group in sorted(groups, key=longest, reverse=True):
-        if not parts or not fits(trajectories_of([*parts[-1], group])):
-            parts.append([])
-        parts[-1].append(group)
-    return parts
+        if not packed or not fits(trajectories_of([*packed[-1], group])):
+            packed.append([])
+        packed[-1].append(group)
+    return packed
 
 
 def longest(group: Group) -> int:
     return max(len(t.ids) for t in group.trajectories)
 
 
-def fill(things: list, costs: list[float], size: float) -> list[list]:
-    """Consecutive things in parts that cost at most `size`, or that are one thing that costs more.
+def chunk_by_cost(items: list, costs: list[float], limit: float) -> list[list]:
+    """Splits items into chunks with a total cost of at most `limit`.
+
+    An item that costs more than that forms a chunk by itself.
     """
-    parts = []
-    room = 0
-    for thing, cost in zip(things, costs):
-        if not parts or cost > room:
-            parts.append([])
-            room = size
-        parts[-1].append(thing)
-        room -= cost
-    return parts
+    chunks = []
+    left = 0
+    for item, cost in zip(items, costs):
+        if not chunks or cost > left:
+            chunks.append([])
+            left = limit
+        chunks[-1].append(item)
+        left -= cost
+    return chunks
 
 
 def learning_rates(
@@ -369,17 +429,24 @@ def learning_rates(
     warmup: float = 0.0,
     cosine: bool = False,
 ) -> list[float]:
-    """Returns the learning rate of each step. It rises linearly from 0 in the first share of steps,
-    `warmup`, then is constant or falls as a cosine. The number of warm-up steps is rounded down,
-    where transformers rounds it up, so that a phase of one step trains."""
-    rising = int(warmup * steps)
+    """Returns the learning rate of each step.
+
+    Args:
+        steps: The number of optimiser steps.
+        peak: The highest learning rate.
+        warmup: The fraction of steps in which the rate rises linearly from 0. The number of these
+            steps is rounded down, whereas transformers rounds it up, so that a phase of one step
+            trains.
+        cosine: If true, the rate decays along a cosine after warmup. Otherwise it stays constant.
+    """
+    warmup_steps = int(warmup * steps)
     rates = []
     for step in range(steps):
         rate = peak
-        if step < rising:
-            rate = peak * step / rising
+        if step < warmup_steps:
+            rate = peak * step / warmup_steps
         elif cosine:
-            angle = math.pi * (step - rising) / (steps - rising)
+            angle = math.pi * (step - warmup_steps) / (steps - warmup_steps)
             rate = peak * 0.5 * (1 + math.cos(angle))
         rates.append(rate)
     return rates
@@ -394,44 +461,47 @@ def train(
     steps: list[list[Group]],
     rates: list[float],
     loss: Callable,
-    size: Callable,
+    denominator: Callable,
     log_probs: Callable = token_log_probs,
     max_grad_norm: float = 1.0,
     fits: Callable = fits_in_pass,
 ) -> Iterator[dict]:
-    """Trains a model in place, one batch a step. It takes a step when it is asked for the next line
-    of the log: `for line in dpo.train(...)`.
+    """Trains a model in place.
+
+    This is a generator that takes one optimiser step per item: `for line in dpo.train(...)`.
 
     Args:
-        model: A causal LM in fp32 and in evaluation mode.
-        optimizer: Such as that of `adamw`.
-        steps: The batch of each step.
-        rates: The learning rate of each step.
-        loss: loss(policy, groups), as above.
-        size: size(batch) -> what the sum of the batch's losses is divided by. Means of its parts
-            would weigh pairs unequally.
-        log_probs: log_probs(model, trajectories) -> (A,).
-        max_grad_norm: What gradients are clipped to.
-        fits: fits(trajectories) -> whether their activations fit in memory together.
+        model: A causal language model in fp32 and in evaluation mode.
+        optimizer: The optimiser, for instance `adamw(model)`.
+        steps: The batches, one per step.
+        rates: The learning rates, one per step.
+        loss: A function loss(policy, groups), as described above `sft_loss`.
+        denominator: A function that returns the divisor of a batch's summed loss. Averaging the
+            means of micro-batches instead would weight pairs unequally.
+        log_probs: A function such as `token_log_probs`, log_probs(model, trajectories) -> (A,).
+        max_grad_norm: The norm that gradients are clipped to.
+        fits: The limit of a micro-batch, see `micro_batches`.
 
     Yields:
-        {step, loss and its terms, lr, norm, kinds}; kinds: kind of pair -> {count, and means over
-        its pairs}.
+        A dict {step, loss, terms of the loss, lr, norm, kinds}, where `kinds` maps each kind of
+        pair to {count, means over its pairs}.
 
     Raises:
-        ValueError: Model or trajectories cannot be trained on as they are.
-        FloatingPointError: Loss or gradient is not finite; the weights are as before the step.
+        ValueError: `check_trainable` found a problem.
+        FloatingPointError: The loss or the gradient is not finite. The step has not changed the
+            weights.
     """
     check_trainable(model, steps)
     for module in model.modules():
-        # A token that pads may end turns, too; torch would give its embedding no gradient.
+        # The pad token may also be the one that ends turns. With padding_idx, it would get no
+        # gradient.
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
-        # The gradient of the batch's loss, part by part.
-        total = Counter()  # loss and its terms
+        # Accumulate gradients over micro-batches.
+        total = Counter()  # the loss and its terms
         sums = defaultdict(Counter)
-        divisor = size(batch)
+        divisor = denominator(batch)
         for groups in micro_batches(batch, fits):
             policy = log_probs(model, trajectories_of(groups))                    # (A,)
             terms, statistics = loss(policy, groups)
@@ -440,8 +510,9 @@ def train(
                 total[name] += term.item() / divisor
             for kind, row in statistics.items():
                 sums[kind].update(row)
-        # Each rank has the loss of the whole batch, and the gradient of its own passes, times the
-        # number of ranks: see `engine.passes`.
+        # In data-parallel training, each rank computes the loss of the whole batch, but only the
+        # gradient of its own forward passes, multiplied by the number of ranks. The average over
+        # the ranks is therefore the gradient of the batch (see `engine.forward_passes`).
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
         if not math.isfinite(total["loss"] + norm):
@@ -457,52 +528,54 @@ def train(
 
 
 def check_trainable(model, steps: list[list[Group]]) -> None:
-    """Refuses what would silently train to no effect, or to a wrong one."""
+    """Raises ValueError if training would silently have no effect or the wrong effect."""
     if model.training:
-        raise ValueError("the model is in training mode, in which dropout makes each pass another, "
-                         "so that the first DPO loss is not ln 2; use model.eval()")
+        raise ValueError("the model is in training mode, so dropout changes each forward pass and "
+                         "the first DPO loss is not ln 2; use model.eval()")
     for name, p in model.named_parameters():
         if p.requires_grad and p.element_size() < 4:
-            raise ValueError(f"the weights {name} are {p.dtype}, which steps at a rate of 1e-6 do "
-                             "not change; read the model with dtype=torch.float32")
+            raise ValueError(f"the weights {name} are {p.dtype}, so a step with a learning rate of "
+                             "1e-6 would not change them; load the model with dtype=torch.float32")
     for batch in steps:
         for t in trajectories_of(batch):
             if t.action_count == 0:
-                raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r} has no "
-                                 "action tokens to learn from; leave it out")
+                raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r}, has no "
+                                 "action tokens to train on; leave it out")
 
 
 def adamw(model, weight_decay: float = 0.0) -> torch.optim.AdamW:
-    """The optimiser of those of the model's parameters that are trained."""
+    """Creates an AdamW optimiser for the model's trainable parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(parameters, weight_decay=weight_decay, fused=True)
 
 
 def average_gradients(model) -> None:
-    """Averages gradients over ranks that have the whole model each; FSDP does so by itself. Weights
-    that no text uses, such as those for pictures, get the gradient 0, as all ranks have to reduce
-    the same ones."""
-    whole = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
+    """Averages the gradients over data-parallel ranks, unless FSDP has already done so.
+
+    Weights that play no part in text, such as those of an image encoder, get a gradient of 0,
+    because all ranks have to reduce the same set of tensors.
+    """
+    unsharded = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
     for p in model.parameters():
         if not p.requires_grad:
             continue
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if whole:
+        if unsharded:
             p.grad /= torch.distributed.get_world_size()
             torch.distributed.all_reduce(p.grad)
 
 
-def clip_gradients(model, most: float) -> float:
-    """Scales the gradient down to a norm of at most so much; the norm that it had."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-    if isinstance(norm, DTensor):  # of a model in parts
+def clip_gradients(model, max_norm: float) -> float:
+    """Clips the gradient to the norm `max_norm`, and returns its norm before clipping."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if isinstance(norm, DTensor):  # the model is sharded
         norm = norm.full_tensor()
     return norm.item()
 
 
 def means(sums: dict[str, Counter]) -> dict:
-    """kind -> means over its pairs, and their count."""
+    """Returns a dict that maps each kind of pair to its means and its number of pairs."""
     kinds = {}
     for kind, row in sums.items():
         kinds[kind] = {name: total / row["count"] for name, total in row.items()}
@@ -517,17 +590,18 @@ def add_references(
     log_probs: Callable,
     fits: Callable = fits_in_pass,
 ) -> None:
-    """Notes log pi_ref(e|u) of each trajectory of the groups; pi_ref is the model as it is now. In
-    bf16 the policy differs from it by rounding before the first step, too.
+    """Computes log pi_ref(e|u) of each trajectory, and stores it there as `reference`.
+
+    In bf16, rounding alone makes the first margins differ from 0.
 
     Args:
-        model: pi_ref.
-        groups: Whose trajectories get it.
-        log_probs: log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
-        fits: fits(trajectories) -> whether they fit in memory together.
+        model: The reference pi_ref, with its current weights.
+        groups: The tasks. Each of their trajectories gets a `reference`.
+        log_probs: A function such as `token_log_probs`, log_probs(model, trajectories) -> (A,).
+        fits: The limit of a micro-batch, see `micro_batches`.
     """
-    for some in micro_batches(groups, fits):
-        trajectories = trajectories_of(some)
+    for micro_batch in micro_batches(groups, fits):
+        trajectories = trajectories_of(micro_batch)
         per_token = log_probs(model, trajectories)                                # (A,)
         values = action_log_probs(per_token, trajectories).tolist()               # (T,)
         for t, value in zip(trajectories, values):

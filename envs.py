@@ -2,7 +2,7 @@
 
 An environment is a folder of `environments/`, which extends the class `Environment` below; a good
 one to read first is `environments/webshop/shop.py`. The function `episode` uses no tensors, so the
-agent may be a model, an API endpoint or a person. The module `engine.playing` runs many episodes in
+agent may be a model, an API endpoint or a person. The module `engine.rollouts` runs many episodes in
 parallel.
 """
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.settings import Refused
+from common.settings import UsageError
 
 # ------------------------------------------------------------------ the interface
 
@@ -41,7 +41,7 @@ class Environment:
     """An environment. One object plays one episode at a time, and the same replies to the same task
     give the same episode.
 
-    A subclass sets `name`, `splits`, `test_splits` and `max_steps`, and defines `start`, `step`
+    A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and defines `start`, `step`
     and, if it has one, `expert`. Everything else has a default. If the environment itself fails, a
     method raises EnvError at once; after `close`, `reset` restarts it.
 
@@ -51,7 +51,7 @@ class Environment:
     name: str
     splits: dict[str, dict]       # split -> key -> the task's value, the same in every process
     test_splits: tuple[str, ...]  # the splits that a run evaluates
-    max_steps: int                # replies per episode of the current task; the caller counts them
+    max_turns: int                # replies per episode of the current task; the caller counts them
     stops = ("Observation:",)     # stop strings: a reply ends before the first of them [ours]
     rules = ""                    # the instructions at the start of an episode, in the full view
     drawn_anew = "(?!)"           # a pattern for text that differs at each start of a server
@@ -97,7 +97,7 @@ class Environment:
         return unmarked(reply) if reply.lstrip()[:1] in {*MARKS} else reply
 
     def step(self, reply: str) -> Step:
-        """Executes the action of a reply. It is called at most `max_steps` times per episode."""
+        """Executes the action of a reply. It is called at most `max_turns` times per episode."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Environment:
     def tasks(self, split: str) -> list[str]:
         """Returns the task ids of a split, in order."""
         if split not in self.splits and split != "added":
-            raise Refused(f"{self.name}: unknown split {split!r}; choose from: "
+            raise UsageError(f"{self.name}: unknown split {split!r}; choose from: "
                           f"{', '.join(self.splits)}")
         return [f"{self.name}-{split}-{key}" for key in self.splits.get(split, self._added)]
 
@@ -134,7 +134,7 @@ class Environment:
     def task_generator(self):
         """Returns the TaskGenerator of the environment's `tasks.py`, which makes new tasks from
         what agents found. Raises Refused if the environment has none."""
-        raise Refused(f"{self.name}: this environment makes no new tasks; give --method grpo "
+        raise UsageError(f"{self.name}: this environment makes no new tasks; give --method grpo "
                       "--start-from train, or an environment that makes some, such as the built-in "
                       "webshop")
 
@@ -143,7 +143,7 @@ class Environment:
     def expert(self) -> Callable[[str], str]:
         """Returns the scripted expert of the current episode, a function observation -> reply. The
         expert raises Stuck or StopIteration if it has no next reply."""
-        raise Refused(f"{self.name}: it has no scripted expert; give --experts FILE")
+        raise UsageError(f"{self.name}: it has no scripted expert; give --experts FILE")
 
     def possible(self) -> tuple[list[str], str]:
         """Returns, for a person who plays, actions that are available now, and the forms of the
@@ -220,17 +220,17 @@ def episode(env: Environment, encoder, t, max_tokens: int):
         step = env.step(reply)
         t.reward = step.reward
         t.raw_reward = step.raw
-        t.steps += 1
+        t.turns += 1
         t.idle += step.idle
         if step.done:
             t.ended = "done"
             break
-        if t.steps == env.max_steps:
-            t.ended = "budget"
+        if t.turns == env.max_turns:
+            t.ended = "turn_limit"
             break
         messages = [dict(role="user", content=step.observation)]
         input_ids = encoder.observation(step.observation)
-    t.ended = t.ended or "context"
+    t.ended = t.ended or "context_limit"
 
     replace_opening(t, encoder, opening, env.opening(first_observation))
 
@@ -243,7 +243,7 @@ def clear(t) -> None:
     t.log_probs = []
     t.reward = 0.0
     t.raw_reward = None
-    t.steps = 0
+    t.turns = 0
     t.idle = 0
     t.ended = ""
 

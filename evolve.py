@@ -67,10 +67,10 @@ from torch.distributed.checkpoint import state_dict as states
 
 import coevolve
 import dpo
-from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft, usable
+from coevolve import Common, by_task, evaluate_all, expert_paths, summarise, train_sft, usable
 from common import settings as types
 from common.files import read_jsonl, seed_of
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Group, Trajectory, action_count, better
 from engine.chat import first_line
 from engine.command import main
@@ -125,9 +125,9 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     # 1. Make the agent that training starts from. It is pi_ref in all segments.
     reference = run.base
     if s.warm_start == "sft":
-        experts = once("experts.jsonl", collect_experts, *given_experts(s))
+        experts = once("experts.jsonl", collect_experts, *expert_paths(s))
         reference = once("sft-target", train_sft, run.base, experts, name="target")
-    evaluations(run, {"target": reference}, 0)
+    evaluate_all(run, {"target": reference}, 0)
 
     # 2. Make D_0 from the training split, or by exploration that no signal guides.
     if s.start_from == "train":
@@ -147,7 +147,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
                      i=i)
         played.append(agent / "episodes.jsonl")
         if i % s.evaluate_every == 0 or i == segments:
-            evaluations(run, {"target": agent}, i)
+            evaluate_all(run, {"target": agent}, i)
         if s.method == "evolve" and i < segments:
             signals = [once(f"iter{i}/signals.jsonl", find_signals, task_set, played, i=i)]
             task_set = [evolution(run, find, agent, task_set, signals, i=i)]
@@ -372,7 +372,7 @@ def train(
     write(run, out / "episodes.jsonl", episodes)
     far = sum(line.get("far", 0) for line in log)
     if far:
-        run.say(f"{run.name}: log pi_ref exceeded log pi by more than {MAX_LOG_RATIO:.0f} nats at "
+        run.print(f"{run.name}: log pi_ref exceeded log pi by more than {MAX_LOG_RATIO:.0f} nats at "
                 f"{far} tokens, where the KL term is linear; lower --grpo-lr or raise --grpo-kl")
     return dict(
         episodes=len(episodes),
@@ -460,7 +460,7 @@ def train_step(
     # 2. Compute log pi_ref and log pi_old. All log-probabilities, also those in training, are under
     # the distribution that the sampler draws from: the softmax at its temperature, without the
     # tokens that it never draws. If these counted, each negative advantage would raise them.
-    log_probs = partial(run.log_probs, scores=run.encoder.sampler(s.grpo_temperature).scores)
+    log_probs = partial(run.log_probs, logits_processor=run.encoder.sampler(s.grpo_temperature).process_logits)
     if groups:
         store_log_probs(groups, "ref_log_probs", pi_ref, log_probs)
         store_log_probs(groups, "old_log_probs", model, log_probs)
@@ -493,7 +493,7 @@ def log_line(
     Returns:
         The line. It contains `far` only if the KL term was linear at some tokens.
     """
-    scored = outcomes(trajectories, run.settings.hard_threshold)
+    scored = summarise(trajectories, run.settings.hard_threshold)
     # The sum of log pi_old - log pi_ref over all trained tokens estimates KL(pi_old || pi_ref).
     kl = 0.0
     for group in groups:
@@ -831,7 +831,7 @@ def env_with(run: Run, task_rows: list[dict]) -> Environment:
         if "definition" in row:  # a new task, which is in no split
             task = env.add(row["definition"])
             if task != row["task"]:
-                raise Refused(f"tasks.jsonl: task {row['task']} would get the id {task}; restore "
+                raise UsageError(f"tasks.jsonl: task {row['task']} would get the id {task}; restore "
                               "the order of the rows")
     return env
 
@@ -853,7 +853,7 @@ def training_tasks(run: Run) -> list[str]:
         tasks = tasks[:s.train_tasks]
     remaining = [task for task in tasks if repr(env.find(task)) not in evaluated]
     if not remaining:
-        raise Refused(f"no training task is left, because all {len(tasks)} are evaluated as well; "
+        raise UsageError(f"no training task is left, because all {len(tasks)} are evaluated as well; "
                       "give other --experts, more --train-tasks or other --eval-splits")
     return remaining
 
@@ -913,7 +913,7 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
     write(run, out, explored)
     if not explored:
         return dict(episodes=0)
-    return outcomes(explored, s.hard_threshold)
+    return summarise(explored, s.hard_threshold)
 
 
 @by_one_rank
@@ -1063,7 +1063,7 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
             task_rows.append(dict(task=env.add(definition), joined=i, signal=proposal["signal"],
                                   text=proposal["text"], definition=definition))
     if not task_rows:
-        raise Refused("unguided exploration found no start task; give --start-from train and "
+        raise UsageError("unguided exploration found no start task; give --start-from train and "
                       "another --out, or a --model whose episodes yield some")
     write(run, out, task_rows)
     return dict(tasks=len(task_rows), joined=joined)
@@ -1093,7 +1093,7 @@ class Grpo:
     grpo_steps: types.Growing[types.Count] = 120
     # The number E of steps in a segment, after which D evolves [notes; summary: each iteration]
     evolve_every: types.Count = 10
-    # The number of segments between two evaluations [notes: 20 steps]
+    # The number of segments between two evaluate_all [notes: 20 steps]
     evaluate_every: types.Count = 2
     # The number B of tasks per training step [notes; AgentEvolver]
     step_tasks: types.Count = 32

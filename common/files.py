@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from common.settings import Refused
+from common.settings import UsageError
 
 # ------------------------------------------------------------------------------ reading, writing
 
@@ -36,7 +36,7 @@ def whole_object(data: bytes, where) -> dict:
     if isinstance(value, dict):
         return value
     begins = data.decode(errors="replace")[:40]
-    raise Refused(f"{where}: {begins!r} is no whole JSON object in UTF-8; restore the file, or "
+    raise UsageError(f"{where}: {begins!r} is no whole JSON object in UTF-8; restore the file, or "
                   "delete it")
 
 
@@ -104,7 +104,7 @@ def lock(folder: Path):
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise Refused(f"--out {folder}: another process is running in this folder; wait for it or "
+        raise UsageError(f"--out {folder}: another process is running in this folder; wait for it or "
                       "give another") from None
     except (OSError, NotImplementedError):
         pass
@@ -122,7 +122,7 @@ def run_of(agent: Path) -> Path | None:
 # -------------------------------------------------------------------- what tells one from another
 
 
-def hashed(value) -> str:
+def hash_of(value) -> str:
     """16 hexadecimal digits, the same ones for the same value as JSON."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
@@ -132,7 +132,7 @@ def seed_of(*names) -> int:
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
-def known_by(given, agents: dict[Path, str]):
+def input_key(given, agents: dict[Path, str]):
     """What tells an input of a phase from another.
 
     Args:
@@ -146,22 +146,22 @@ def known_by(given, agents: dict[Path, str]):
     if isinstance(given, dict):
         given = list(given.values())
     if isinstance(given, (list, tuple)):
-        return [known_by(part, agents) for part in given]
+        return [input_key(part, agents) for part in given]
     if not isinstance(given, Path):
         raise TypeError(f"the input {given!r:.60} is no path; give files first, and values by name")
     if given.is_file():
-        return bytes_of(given)
+        return file_hash(given)
     if given in agents:
         return agents[given]
     found = []
     for file in sorted(given.glob("*.*")):
         if file.is_file():
-            found.append([file.name, bytes_of(file)])
+            found.append([file.name, file_hash(file)])
     return found or str(given)
 
 
 def files_in(given) -> list[Path]:
-    """Return the files among a phase's inputs, which are those of `known_by`."""
+    """Return the files among a phase's inputs, which are those of `input_key`."""
     if isinstance(given, Path):
         return [given] if given.is_file() else []
     files = []
@@ -172,10 +172,10 @@ def files_in(given) -> list[Path]:
 
 def is_edited(file: Path, row: dict) -> bool:
     """Return True if a file's content is not what the phase wrote whose record `row` is."""
-    return "hash" in row and file.is_file() and bytes_of(file) != row["hash"]
+    return "hash" in row and file.is_file() and file_hash(file) != row["hash"]
 
 
-def bytes_of(file: Path) -> str:
+def file_hash(file: Path) -> str:
     """A hash of a file's bytes, of which a large one is read once, as long as it stays as it is."""
     stat = file.stat()
     return digest_of(file, stat.st_size, stat.st_mtime_ns)

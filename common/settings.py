@@ -33,7 +33,7 @@ from typing import (
 )
 
 
-class Refused(ValueError):
+class UsageError(ValueError):
     """What the user gave cannot be used; the text is one line: object, value, remedy."""
 
 
@@ -199,7 +199,7 @@ def command_words(argv: list[str]) -> list[str]:
         if word.startswith("--") or "=~" in word:
             name, equals, value = word.partition("=")
         if not value.strip() and (equals or not name):
-            raise Refused(f"{name or (argv[n - 1] if n else 'the first argument')}: the value is "
+            raise UsageError(f"{name or (argv[n - 1] if n else 'the first argument')}: the value is "
                           "empty; give one, or leave the flag out")
         words.append(name + equals + os.path.expanduser(value))
     return words
@@ -207,7 +207,7 @@ def command_words(argv: list[str]) -> list[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise Refused(f"{message}; --help lists the settings")
+        raise UsageError(f"{message}; --help lists the settings")
 
 
 def parse(
@@ -264,7 +264,7 @@ def parse(
         sys.exit()
     wrong = faults(stated, given, reads, settings, own)
     if wrong:
-        raise Refused("; ".join(wrong))
+        raise UsageError("; ".join(wrong))
     return settings, own
 
 
@@ -364,5 +364,5 @@ def check_same(before: dict, now: dict, kind: type) -> None:
         if before[name] != now[name] and not grows and not has_mark(kind, name, FREE):
             changed.append(f"{name} ({before[name]} -> {now[name]})")
     if changed:
-        raise Refused(f"--out: this folder was made with other settings: "
+        raise UsageError(f"--out: this folder was made with other settings: "
                       f"{', '.join(sorted(changed))}; give another, or these settings again")

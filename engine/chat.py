@@ -7,7 +7,7 @@ with them the action mask. `Template` takes a chat template apart for it.
 import hashlib
 from dataclasses import replace
 
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Ids, Trajectory
 from engine.sampling import Sampler
 
@@ -22,22 +22,22 @@ class Encoder:
 
     Args:
         tokenizer: Any tokenizer of transformers with a chat template.
-        rows: How many tokens the model's embedding has; else as many as the tokenizer.
+        vocabulary_size: How many tokens the model's embedding has; else as many as the tokenizer.
 
     Raises:
         Refused: The pieces would not be what the template writes.
     """
 
-    def __init__(self, tokenizer, rows: int | None = None):
+    def __init__(self, tokenizer, vocabulary_size: int | None = None):
         self.tokenizer = tokenizer
         tokens = tokenizer.get_vocab().values()  # there may be gaps between them
-        self.rows = rows or max(tokens) + 1
-        self.known = {i for i in tokens if i < self.rows}
+        self.vocabulary_size = vocabulary_size or max(tokens) + 1
+        self.valid_ids = {i for i in tokens if i < self.vocabulary_size}
         self.template = Template(tokenizer)
-        self.control_tokens = self.template.control_tokens
+        self.special_tokens = self.template.special_tokens
         # Some tokenizers look for their tokens in the normalised text, by the normalised token.
-        normalised = map(self.template.normalised, self.control_tokens)
-        self.forgeries = sorted({*self.control_tokens, *normalised} - {""})
+        normalised = map(self.template.normalised, self.special_tokens)
+        self.forgeries = sorted({*self.special_tokens, *normalised} - {""})
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end)
         messages = conversation_that_templates_change()
         for turns in range(len(messages)):
@@ -47,7 +47,7 @@ class Encoder:
 
     def start(self, messages: list[dict]) -> Ids:
         """The ids of an opening, up to where the agent's first reply begins."""
-        return self.tokenise(self.template.render(self.all_plain(messages), go_on=True))
+        return self.tokenise(self.template.render(self.all_plain(messages), add_generation_prompt=True))
 
     def reply(self, text: str) -> Ids:
         """The ids of a reply in words and of its end of turn."""
@@ -64,15 +64,15 @@ class Encoder:
         """The text without control tokens, with which its author could open or end a turn, and
         without blanks around it; those around a reply stay, if the template keeps them."""
         if not isinstance(text, str):
-            raise Refused(f"a turn says {text!r:.60}, which is no text; mend who says it")
+            raise UsageError(f"a turn says {text!r:.60}, which is no text; mend who says it")
         if text != text.encode(errors="replace").decode():
-            raise Refused(f"a turn says {text!r:.60}, with half a character (a surrogate without "
+            raise UsageError(f"a turn says {text!r:.60}, with half a character (a surrogate without "
                            "the other); mend who says it")
-        text = broken(text, self.control_tokens)
+        text = broken(text, self.special_tokens)
         normal = self.template.normalised(text)
         if any(token in normal for token in self.forgeries):  # variants of tokens
             text = broken(normal, self.forgeries)
-        return text if is_reply and self.template.keeps_blanks else text.strip()
+        return text if is_reply and self.template.keeps_whitespace else text.strip()
 
     def all_plain(self, messages: list[dict]) -> list[dict]:
         plain = []
@@ -93,11 +93,11 @@ class Encoder:
     def tokenise(self, text: str) -> Ids:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         largest = max(ids, default=0)
-        if largest >= self.rows:
+        if largest >= self.vocabulary_size:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             self.template.refuse(
                 f"its token {token!r} ({largest}) has no row in the model's embedding of "
-                f"{self.rows:,}; resize the embedding, or use the model's own tokenizer")
+                f"{self.vocabulary_size:,}; resize the embedding, or use the model's own tokenizer")
         return ids
 
     # Whole conversations.
@@ -117,7 +117,7 @@ class Encoder:
         """
         for number, message in enumerate(messages, 1):
             if set(message) != {"role", "content"}:
-                raise Refused(f"turn {number} has {', '.join(message)}; give it role and content, "
+                raise UsageError(f"turn {number} has {', '.join(message)}; give it role and content, "
                                "and nothing else")
         t = Trajectory()
         t.extend(self.start(messages[:opening]), is_action=False)
@@ -129,7 +129,7 @@ class Encoder:
                 t.extend(self.observation(message["content"]), is_action=False)
 
         whole = self.tokenise(self.template.render(
-            self.all_plain(messages), go_on=messages[-1]["role"] != "assistant"))
+            self.all_plain(messages), add_generation_prompt=messages[-1]["role"] != "assistant"))
         if messages[-1]["role"] == "assistant":
             # What follows the last end of turn, a line break in ChatML, opens the next observation.
             whole = whole[:len(t.ids)]
@@ -143,7 +143,7 @@ class Encoder:
 
     def check_blanks(self, reply: str, turn: int) -> None:
         """Refused where a reply begins with blanks that the template takes away."""
-        if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_blanks:
+        if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_whitespace:
             self.template.refuse(f"turn {turn} begins with blanks, which its chat template takes "
                                  "away; take them out, or use another model")
 
@@ -178,7 +178,7 @@ class Encoder:
         return ids[:size], [self.end_of_turn], reply
 
     def reply_ends(self, t: Trajectory) -> list[int]:
-        """The places in t.ids of the ends of its replies, (t.steps,), if it ends with a reply. Each
+        """The places in t.ids of the ends of its replies, (t.turns,), if it ends with a reply. Each
         reply has an end of turn, also one that the agent did not write."""
         ends = []
         for place, token in enumerate(t.ids):
@@ -188,15 +188,15 @@ class Encoder:
         # one, every second is a reply's.
         stride = 1 + self.observation("").count(self.end_of_turn)
         last_first = ends[::-1][::stride]
-        return sorted(last_first[:t.steps])
+        return sorted(last_first[:t.turns])
 
     def cut(self, t: Trajectory, replies: int) -> Trajectory:
         """The trajectory up to the end of its reply number `replies`."""
-        if replies >= t.steps:
+        if replies >= t.turns:
             return t
         size = self.reply_ends(t)[replies - 1] + 1
-        return replace(t, ids=t.ids[:size], action_mask=t.action_mask[:size], steps=replies,
-                       ended="budget")
+        return replace(t, ids=t.ids[:size], action_mask=t.action_mask[:size], turns=replies,
+                       ended="turn_limit")
 
     def without_ends(self, t: Trajectory) -> Trajectory:
         """The trajectory with a mask that leaves out what ends turns and what ended the episode,
@@ -213,17 +213,17 @@ class Encoder:
     def sampler(self, temperature: float = 1.0) -> Sampler:
         """The distribution that agents sample from: of all tokens but those that are no text, which
         are control tokens, the end of turn excepted, and rows of the embedding without a token."""
-        control = self.tokenizer.convert_tokens_to_ids(self.control_tokens)
-        drawn = self.known - set(control) | {self.end_of_turn}
-        never = set(range(self.rows)) - drawn
-        return Sampler(temperature, tuple(sorted(never)), self.rows)
+        control = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
+        drawn = self.valid_ids - set(control) | {self.end_of_turn}
+        never = set(range(self.vocabulary_size)) - drawn
+        return Sampler(temperature, tuple(sorted(never)), self.vocabulary_size)
 
     def fingerprint(self) -> str:
         """What tells ids of this encoder from another's: template, control tokens, tokenizer."""
         words = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
             words = self.tokenizer.backend_tokenizer.to_str()
-        known = repr([self.template.text, self.control_tokens, words])
+        known = repr([self.template.text, self.special_tokens, words])
         return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
@@ -283,8 +283,8 @@ class Template:
     after_observation: str   # <|im_end|>\n<|im_start|>assistant\n
     end: str                 # <|im_end|>, the control token that ends a reply
     asked: str               # an opening, up to where the agent replies
-    keeps_blanks: bool       # whether blanks around a reply stay
-    control_tokens: list[str]  # tokens that are no text: special ones, and others that mark turns
+    keeps_whitespace: bool       # whether blanks around a reply stay
+    special_tokens: list[str]  # tokens that are no text: special ones, and others that mark turns
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -304,16 +304,16 @@ class Template:
             mark += "X"
         user = dict(role="user", content=mark)
         assistant = dict(role="assistant", content=mark)
-        pieces = self.render([user, assistant, user], go_on=True).split(mark)
-        closing = self.render([user, assistant], go_on=False).split(mark)[-1]
+        pieces = self.render([user, assistant, user], add_generation_prompt=True).split(mark)
+        closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
         changes = ("its chat template changes a turn that was answered; use an Instruct model that "
                    "does not think")
         if len(pieces) != 4:  # what stands before, between and behind three contents
             self.refuse(changes)
-        control_tokens = self.markers_in("".join([*pieces, closing]))
-        self.control_tokens = sorted(control_tokens)
+        special_tokens = self.markers_in("".join([*pieces, closing]))
+        self.special_tokens = sorted(special_tokens)
         blank = dict(role="assistant", content=f"  {mark}  ")
-        self.keeps_blanks = f"  {mark}  " in self.render([user, blank], go_on=False)
+        self.keeps_whitespace = f"  {mark}  " in self.render([user, blank], add_generation_prompt=False)
         opening, to_reply, to_observation, self.after_observation = pieces
         if not to_reply.startswith(self.after_observation):
             self.refuse(changes)
@@ -327,7 +327,7 @@ class Template:
                         "a reply (add_generation_prompt); use another model")
 
         # The first control token behind a reply ends it. What follows opens the next observation.
-        ends = [token for token in control_tokens if token in closing]
+        ends = [token for token in special_tokens if token in closing]
         if not ends:
             self.refuse("no control token ends a reply in its chat template; use a chat model")
         self.end = min(ends, key=closing.index)
@@ -352,16 +352,16 @@ class Template:
             return text
         return backend.normalizer.normalize_str(text)
 
-    def render(self, messages: list[dict], go_on: bool) -> str:
+    def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         """The text of a conversation; go_on: up to where the next reply begins."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.text, add_generation_prompt=go_on, tokenize=False)
+                messages, chat_template=self.text, add_generation_prompt=add_generation_prompt, tokenize=False)
         except Exception as error:  # whatever a template does
             self.refuse(f"its chat template fails: {first_line(error)}; use another model")
 
     def refuse(self, why: str):
-        raise Refused(f"--model {self.tokenizer.name_or_path}: its tokenizer cannot be used: {why}")
+        raise UsageError(f"--model {self.tokenizer.name_or_path}: its tokenizer cannot be used: {why}")
 
 
 def first_line(error: Exception) -> str:

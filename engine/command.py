@@ -18,13 +18,13 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from common.settings import Refused, parse
-from engine import words
+from common.settings import UsageError, parse
+from engine import console
 from environments import environment
 from envs import EnvError
 
 # Errors that are the user's or the machine's, and no bug.
-EXPECTED = (Refused, EnvError, FloatingPointError, OSError, SafetensorError,
+EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
 # A full disk, as libraries report it that raise a plain Exception.
 FULL = re.compile("No space left on device|Disk quota exceeded")
@@ -62,7 +62,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         run.close()
         page = finish(run) if finish and run.main else ""
         run.machine.accelerator.end_training()  # here a tracker may print, and the result is last
-        run.say("\n".join(closing_lines(run, page)))
+        run.print("\n".join(closing_lines(run, page)))
     except Exception as error:
         if isinstance(error, BrokenPipeError) and is_unread():
             os._exit(128 + signal.SIGPIPE)
@@ -80,7 +80,7 @@ def closing_lines(run, page: str) -> list[str]:
     commands that can follow."""
     folder = shlex.quote(str(run.folder))
     seconds = sum(row["seconds"] for row in run.done.values())
-    lines = [f"\n{run.folder}: {words.headline(vars(run.settings))}", *words.closing(run.done),
+    lines = [f"\n{run.folder}: {console.headline(vars(run.settings))}", *console.closing(run.done),
              f"{seconds:,.0f} s in all", page or f"bash run.sh page {folder}",
              f"bash run.sh compare {folder} OTHER_RUN"]
     if any(output.endswith(("sft-target", "/target-agent")) for output in run.done):
@@ -103,7 +103,7 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
         error: The error.
         resumes: The error ended a run that the same command resumes, once its cause is gone.
     """
-    text = words.visible(" ".join(str(error).split()))
+    text = console.visible(" ".join(str(error).split()))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         if not resumes:
             return "out of memory; lower --tokens-per-forward, --slots or --max-tokens"
@@ -119,7 +119,7 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
         text += "; make room on the disk"
     elif not isinstance(error, EXPECTED):
         return None
-    if isinstance(error, Refused) or not resumes:
+    if isinstance(error, UsageError) or not resumes:
         return text
     return f"{text}. Fix this and rerun the same command to resume"
 

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from common.files import read_jsonl, run_of
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Trajectory, better
 from engine.records import write
 from environments.expert_files import experts
@@ -26,7 +26,7 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
         ids, mask = run.encoder.encode(messages, opening)
         replies = sum(turn["role"] == "assistant" for turn in messages[opening:])
         t = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, reward=reward,
-                       steps=replies, ended="done")
+                       turns=replies, ended="done")
         if repr(env.find(task)) in evaluated:
             dropped["evaluated too"] += 1
         elif t.is_failure and reward <= s.expert_min_reward:
@@ -37,10 +37,10 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
             kept.append(t)
     env.close()
     if not kept:
-        raise Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
+        raise UsageError(f"no expert is left: {dict(dropped)}; lower what dropped it")
 
     if len(kept) < dropped.total():
-        run.say(f"{run.name}: warning: {len(kept)} of {len(kept) + dropped.total()} expert "
+        run.print(f"{run.name}: warning: {len(kept)} of {len(kept) + dropped.total()} expert "
                 f"trajectories are kept; dropped: {dict(dropped)}; see "
                 f"--expert-min-reward {s.expert_min_reward} and --max-tokens {s.max_tokens}")
     best = best_of_tasks(kept)
@@ -66,7 +66,7 @@ def check_not_trained_on(run) -> None:
     for flag, model in run.given_models().items():
         both = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)} & evaluated
         if both:
-            raise Refused(f"{flag} {model}: {len(both)} of {len(evaluated)} evaluated tasks are "
+            raise UsageError(f"{flag} {model}: {len(both)} of {len(evaluated)} evaluated tasks are "
                           "also trained on; give other --eval-splits")
 
 

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from common.settings import Free, Refused, Whole
+from common.settings import Free, UsageError, Whole
 
 AUTO = Literal["auto", "on", "off"]
 
@@ -73,7 +73,7 @@ class Machine:
         tokens = max(self.tokens_per_forward, s.max_tokens)  # of a pass: a long text is one alone
         wrong = check_memory(config, parameters, parts, tokens, beside)
         if wrong:
-            raise Refused(f"--model {s.model}: {wrong}")
+            raise UsageError(f"--model {s.model}: {wrong}")
         takes = sum(training_bytes(config, parameters, parts, tokens, False, beside))
         self.recompute = is_on(s.gradient_checkpointing, auto=takes > FREE * free_memory())
 
@@ -114,7 +114,7 @@ def rendezvous():
         if not {"LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}:
             raise
         first, *_ = str(error).splitlines()
-        raise Refused(f"the ranks do not meet: {first}; to run one process, unset LOCAL_RANK, RANK "
+        raise UsageError(f"the ranks do not meet: {first}; to run one process, unset LOCAL_RANK, RANK "
                       "and WORLD_SIZE") from error
     finally:
         notice.cancel()
@@ -275,6 +275,6 @@ def check_torch() -> None:
     there = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
     asked_for = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     if there and asked_for and not torch.cuda.is_available():
-        raise Refused(f"torch {torch.__version__} cannot use this machine's GPUs; install torch "
+        raise UsageError(f"torch {torch.__version__} cannot use this machine's GPUs; install torch "
                       "for them (pytorch.org/get-started) or mend their driver, or set "
                       "CUDA_VISIBLE_DEVICES= to train on the CPU")

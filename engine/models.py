@@ -1,6 +1,6 @@
 """Models: reading a causal LM, making it ready to train, whole or in parts, copying and saving it.
 
-`Run.load`, `Run.replica` and `Run.fit` call `load`, `read_model` and `save`.
+`Run.load`, `Run.inference_copy` and `Run.fit` call `load`, `read_model` and `save`.
 """
 
 import copy
@@ -30,7 +30,7 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from common.files import read_json, write_json
-from common.settings import Refused
+from common.settings import UsageError
 from engine.chat import Encoder, first_line
 
 # The number of parameters from which on layers are compiled. At 1.7 B compiling takes 38 s, and
@@ -55,7 +55,7 @@ def read(kind, folder, **options):
     try:
         return kind.from_pretrained(str(folder), **options)
     except Exception as error:  # of safetensors, too, and of tokenizers
-        raise Refused(f"--model {folder}: {first_line(error)}; give a hub name within reach, or a "
+        raise UsageError(f"--model {folder}: {first_line(error)}; give a hub name within reach, or a "
                        "folder with config, weights and tokenizer of a causal LM") from None
 
 
@@ -64,8 +64,8 @@ def named(flag: str):
     """Puts another flag than --model in front of what is refused of a model."""
     try:
         yield
-    except Refused as error:
-        raise Refused(str(error).replace("--model", flag, 1)) from None
+    except UsageError as error:
+        raise UsageError(str(error).replace("--model", flag, 1)) from None
 
 
 @cache
@@ -96,7 +96,7 @@ def read_tokenizer(folder):
     """The tokenizer in a folder, as its tokenizer.json says; transformers would make it anew by its
     class's name. Control tokens are found in a text, whatever the folder says."""
     if not file_of(folder, "tokenizer.json"):
-        raise Refused(f"--model {folder}: tokenizer.json is missing; copy it from the base, or "
+        raise UsageError(f"--model {folder}: tokenizer.json is missing; copy it from the base, or "
                       "write it by AutoTokenizer.from_pretrained(...).save_pretrained(...)")
     tokenizer = read(transformers.PreTrainedTokenizerFast, folder)
     tokenizer.split_special_tokens = False
@@ -143,7 +143,7 @@ def read_config(folder):
         text.tie_word_embeddings |= config.tie_word_embeddings
         return text
     if not is_causal_lm(config):
-        raise Refused(f"--model {folder}: {config.model_type} is no causal language model of "
+        raise UsageError(f"--model {folder}: {config.model_type} is no causal language model of "
                        "transformers; give one, such as a Llama or a Qwen")
     return config
 
@@ -153,11 +153,11 @@ def check_folder(folder: Path) -> None:
     if (folder / "phases.json").exists():
         agents = [str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")
                   if file.parent != folder]
-        raise Refused(f"--model {folder}: this is a run; give one of its agents: "
+        raise UsageError(f"--model {folder}: this is a run; give one of its agents: "
                       f"{', '.join(sorted(agents)) or 'it has none yet'}")
     adapters = sorted(file.name for file in folder.glob("adapter_*"))
     if adapters:
-        raise Refused(f"--model {folder}: {adapters[0]} is not read; merge the adapter into its "
+        raise UsageError(f"--model {folder}: {adapters[0]} is not read; merge the adapter into its "
                       "base (peft's merge_and_unload), and give the folder of that")
 
 
@@ -180,12 +180,12 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
                         output_loading_info=True)
     missing = {*found["missing_keys"], *found["mismatched_keys"]}
     if missing:
-        raise Refused(f"--model {folder}: {len(missing)} weights are missing, such as "
+        raise UsageError(f"--model {folder}: {len(missing)} weights are missing, such as "
                        f"{min(map(str, missing))}; give a whole checkpoint")
     beside = {name for name in found["unexpected_keys"] if BESIDE.search(name)}
     unread = found["unexpected_keys"] - beside
     if unread:
-        raise Refused(f"--model {folder}: {len(unread)} weights are not used by the model that its "
+        raise UsageError(f"--model {folder}: {len(unread)} weights are not used by the model that its "
                       f"config.json describes, such as {min(unread)}; give the config.json that "
                       "belongs to the weights, or a checkpoint without them")
     if beside:
@@ -201,7 +201,7 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
         text.generation_config = model.generation_config
         model = text.eval()
     if not is_causal_lm(model.config):
-        raise Refused(f"--model {folder}: what is saved of it cannot be read; use a text model")
+        raise UsageError(f"--model {folder}: what is saved of it cannot be read; use a text model")
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # as transformers has read it, whatever it says
@@ -306,7 +306,7 @@ def layers(model) -> torch.nn.ModuleList:
     return largest
 
 
-def layers_of_their_own(model) -> list[torch.nn.Module]:
+def unshared_layers(model) -> list[torch.nn.Module]:
     """The layers that share no parameter with another one, as some of Zamba's do."""
     of_model = layers(model)
     users = Counter()
@@ -321,7 +321,7 @@ def layers_of_their_own(model) -> list[torch.nn.Module]:
 
 def compiles(accelerator, model) -> bool:
     """Returns True if a model trains with compiled layers: a large one in bf16 on a GPU. In fp32 it
-    also plays (`copy_that_plays`), and the KV cache's widths would compile its layers anew."""
+    also plays (`make_inference_copy`), and the KV cache's widths would compile its layers anew."""
     return (accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
             and model.num_parameters() >= COMPILED
             and has_compiler(accelerator.device, accelerator.is_main_process))
@@ -372,14 +372,14 @@ def load(accelerator, folder, recompute: bool, shard: bool):
         shard: In parts over the ranks (FSDP2); else whole on each.
     """
     if shard:
-        return load_in_parts(accelerator, folder, recompute)
+        return load_sharded(accelerator, folder, recompute)
     model = read_model(folder, device=accelerator.device)
     if compiles(accelerator, model):
         compile_layers(model)
     return prepare(model, recompute)
 
 
-def load_in_parts(accelerator, folder, recompute: bool):
+def load_sharded(accelerator, folder, recompute: bool):
     """Reads a model over the ranks: one of them reads the file, each gets its parts from it."""
     collect()
     whole = read_model(folder) if accelerator.is_main_process else None
@@ -402,7 +402,7 @@ def load_in_parts(accelerator, folder, recompute: bool):
     if accelerator.mixed_precision == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for part in [*layers_of_their_own(model), model]:
+    for part in [*unshared_layers(model), model]:
         fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
     weights = {} if whole is None else whole.state_dict()
@@ -412,24 +412,24 @@ def load_in_parts(accelerator, folder, recompute: bool):
     return model
 
 
-def copy_that_plays(model, dtype):
+def make_inference_copy(model, dtype):
     """A model that is being trained as it plays: itself, if it is whole and has this type; else a
     copy, whole on each rank."""
     if dtype == torch.float32 and not isinstance(model, FSDPModule):
         return model.eval()
-    replica = empty_model(model.config, dtype)
+    inference_copy = empty_model(model.config, dtype)
     # Values are made whole and copied one at a time. Buffers keep their types.
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         whole = value.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
         own = dtype if isinstance(value, torch.nn.Parameter) else None
-        set_module_tensor_to_device(replica, name, whole.device, whole.clone(), own)
-    replica.tie_weights()
-    replica.generation_config = model.generation_config
+        set_module_tensor_to_device(inference_copy, name, whole.device, whole.clone(), own)
+    inference_copy.tie_weights()
+    inference_copy.generation_config = model.generation_config
     if model.device.type == "cuda":
-        fuse_norms(replica)
-    return replica.eval()
+        fuse_norms(inference_copy)
+    return inference_copy.eval()
 
 
 def save(accelerator, model, encoder: Encoder, folder) -> None:
@@ -451,13 +451,13 @@ def check_can_be_saved(model, encoder: Encoder) -> None:
         except OSError:  # of the disk
             raise
         except Exception as error:  # of transformers' checks, whichever fails
-            raise Refused(f"--model {model.name_or_path}: an agent trained from it could not be "
+            raise UsageError(f"--model {model.name_or_path}: an agent trained from it could not be "
                           f"saved: {first_line(error)}; correct its config.json") from None
 
 
 def write(model, encoder: Encoder, folder, weights: dict) -> None:
     """Writes the files of a model with these weights."""
-    model.generation_config = stopping(model.generation_config, encoder)
+    model.generation_config = saved_generation_config(model.generation_config, encoder)
     model.config.pad_token_id = model.generation_config.pad_token_id
     model.save_pretrained(folder, state_dict=weights)
     tokenizer = encoder.tokenizer
@@ -504,7 +504,7 @@ def write_for_transformers_4(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", config)
 
 
-def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
+def saved_generation_config(base, encoder: Encoder) -> transformers.GenerationConfig:
     """What ends and what pads a text: as the base has it, if the embedding has a row for it, and
     the end of a turn. Tokens that an agent never samples are suppressed."""
     ends = base.eos_token_id
@@ -515,8 +515,8 @@ def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
     pads = [token for token in pads if has_row(token, encoder)]
     return transformers.GenerationConfig(
         bos_token_id=base.bos_token_id, eos_token_id=list(dict.fromkeys(ends)),
-        pad_token_id=pads[0], suppress_tokens=list(encoder.sampler().never))
+        pad_token_id=pads[0], suppress_tokens=list(encoder.sampler().suppressed_ids))
 
 
 def has_row(token: int | None, encoder: Encoder) -> bool:
-    return token is not None and 0 <= token < encoder.rows
+    return token is not None and 0 <= token < encoder.vocabulary_size

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
 from common.files import read_jsonl, write_jsonl
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Pair, Trajectory
 
 # What a line of a file of pairs has, and each of its two sides.
@@ -37,7 +37,7 @@ def refused_at(file: Path, n: int):
     try:
         yield
     except ValueError as error:
-        raise Refused(f"{file}, line {n}: {error}; fix the line, or delete the file to have it "
+        raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file to have it "
                       "made again") from None
 
 
@@ -96,7 +96,7 @@ def check_ids(file: Path, vocabulary: int) -> None:
     """Raise Refused if a trajectory in a file has an id that is not below the vocabulary size. A
     file that is not of JSON lines is left to the phase that reads it."""
     rows = []
-    with suppress(Refused):
+    with suppress(UsageError):
         rows = read_jsonl(file)
     for n, row in enumerate(rows, 1):
         ids = row.get("ids")
@@ -130,7 +130,7 @@ def check_names(run, trajectories: list[Trajectory]) -> None:
         name = name_of(t)
         ids, output = known.setdefault(name, (t.ids, run.name))
         if ids != t.ids:
-            raise Refused(f"{run.name}: a trajectory has {shown(name)}, as another one in "
+            raise UsageError(f"{run.name}: a trajectory has {shown(name)}, as another one in "
                           f"{output}; give it another agent, iteration or rollout")
     run.names[run.name] = {name_of(t): t.ids for t in trajectories}
 
@@ -208,6 +208,6 @@ def by_name(trajectories: list[Trajectory]) -> dict[tuple, Trajectory]:
     for t in trajectories:
         name = name_of(t)
         if name in known and known[name] != t:
-            raise Refused(f"two trajectories are called {name}; give one another rollout")
+            raise UsageError(f"two trajectories are called {name}; give one another rollout")
         known[name] = t
     return known

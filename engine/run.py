@@ -18,30 +18,30 @@ from tqdm import tqdm
 import dpo
 from common import files
 from common.files import (
-    bytes_of,
+    file_hash,
     files_in,
-    hashed,
+    hash_of,
+    input_key,
     is_edited,
-    known_by,
     plain,
     read_json,
     write_json,
 )
-from common.settings import Refused, check_same
+from common.settings import UsageError, check_same
 from dpo import Group, Trajectory
-from engine import fork, machine, models, playing, shared, trial
+from engine import branch, machine, models, prefix_sharing, rollouts, self_check
 from engine.code import code_differences, code_now
+from engine.console import sentence, visible
 from engine.experts import check_not_trained_on
+from engine.forward_passes import distributed_log_probs, fits_in_round
 from engine.machine import Machine
-from engine.passes import fits_in_round, log_probs_in_passes
 from engine.records import check_ids, named, write
-from engine.sampling import Draw
+from engine.sampling import TokenSampler
 from engine.tracking import Tracking
-from engine.words import sentence, visible
 from environments import make
 
-# How a model is asked with which nothing is wrong, see `engine.trial`.
-FASTEST = dict(replies="kept", passes=[*trial.PASSES])
+# How a model is asked with which nothing is wrong, see `engine.self_check`.
+ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
 class Run:
@@ -101,23 +101,26 @@ class Run:
         if self.main:
             check_folder(self.folder)
             # Which stay the same when the run goes on.
-            ways = None if config.exists() else self.ways_of_models()
+            ways = None if config.exists() else self.run_backends()
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = files.lock(self.folder)
             if ways and not config.exists():
-                taken = fork.take(self, s.branch, now) if s.branch else {}
-                write_json(config, dict(settings=now, ways=ways, code=self.code, **taken))
+                taken = branch.take(self, s.branch, now) if s.branch else {}
+                write_json(config, dict(settings=now, backends=ways, code=self.code, **taken))
         self.machine.gather([])  # the first may fetch a model for longer than others' patience
         begun = read_json(config)
         if "settings" not in begun:
-            raise Refused(f"--out {self.folder}: its config.json is no run's; give another folder")
+            raise UsageError(f"--out {self.folder}: its config.json is no run's; give another folder")
+        if "backends" not in begun:
+            raise UsageError(f"--out {self.folder}: an older version of this program made this run; "
+                             "give another folder, or use that version")
         check_same(begun["settings"], now, type(s))
-        self.ways = begun["ways"]
+        self.backends = begun["backends"]
         # On a CPU the products are most of the time, else starting them is.
         alone = self.machine.ranks == 1 and self.machine.device.type == "cpu"
-        self.shares = alone and "shared" in self.ways["passes"]
-        if self.ways != FASTEST:
-            self.say(f"{self.base}: {self.ways}")
+        self.shares = alone and "prefix_sharing" in self.backends["passes"]
+        if self.backends != ALL_BACKENDS:
+            self.print(f"{self.base}: {self.backends}")
 
         # What is gone is not recorded any more.
         rows = read_json(phases) if phases.exists() else begun.get("taken", {})
@@ -130,7 +133,7 @@ class Run:
             write_json(phases, self.recorded)
             if "code" in begun and begun["code"] != self.code:
                 changed = ", ".join(code_differences(begun["code"], self.code)) or "its commit"
-                self.say(f"{self.folder}: the code has changed since: {changed}")
+                self.print(f"{self.folder}: the code has changed since: {changed}")
         self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
 
     def note(self, **facts) -> None:
@@ -139,14 +142,14 @@ class Run:
             self.begun |= facts
             write_json(self.folder / "config.json", self.begun)
 
-    def ways_of_models(self) -> dict:
-        """How the models of the run have to be asked, see `engine.trial`."""
+    def run_backends(self) -> dict:
+        """How the models of the run have to be asked, see `engine.self_check`."""
         found = []
         for flag, model in self.given_models().items():
             with models.named(flag):
-                found.append(ways_of(self, model))
-        replies = max((ways["replies"] for ways in found), key=trial.REPLIES.index)
-        passes = [way for way in trial.PASSES if all(way in ways["passes"] for ways in found)]
+                found.append(model_backends(self, model))
+        replies = max((ways["replies"] for ways in found), key=self_check.REPLY_BACKENDS.index)
+        passes = [way for way in self_check.PASS_BACKENDS if all(way in ways["passes"] for ways in found)]
         return dict(replies=replies, passes=passes)
 
     # ................................................................................. phases
@@ -174,26 +177,26 @@ class Run:
         self.name = output
         who = f"{phase.__name__}, for the output {output}"
         if output in self.done:
-            raise Refused(f"{who}: this run has made it already, by {self.done[output]['work']}; "
+            raise UsageError(f"{who}: this run has made it already, by {self.done[output]['function']}; "
                           "give each call of once an output of its own")
-        agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
+        agents = {self.folder / name: row["cache_key"] for name, row in self.done.items()}
         with one_line_of(who):
             values = plain(parameters)
             if commit := models.commit_of(str(self.base)):  # a hub name's files can change
                 agents[self.base] = commit
-            made_from = known_by(inputs, agents)
-        recipe = hashed([phase.__name__, made_from, values, self.fingerprint])
+            made_from = input_key(inputs, agents)
+        cache_key = hash_of([phase.__name__, made_from, values, self.fingerprint])
         row = self.recorded.pop(output, None)
         if row:
-            if row["recipe"] == recipe:
+            if row["cache_key"] == cache_key:
                 row.pop("edited", None)
                 if is_edited(path, row):
                     row["edited"] = True
-                    self.say(f"{output} was edited: it is used as it is, and its recorded numbers "
+                    self.print(f"{output} was edited: it is used as it is, and its recorded numbers "
                              "are those from before")
                 self.done[output] = row
                 return path
-            self.say(f"{output} is made again: what it is made from is another")
+            self.print(f"{output} is made again: what it is made from is another")
 
         self.note(code=self.code, finished=False)
         check_edits(self, inputs)
@@ -212,15 +215,15 @@ class Run:
 
         # The output appears by renaming, so that a run that is stopped leaves none half made.
         seconds = round(time.perf_counter() - started, 1)
-        row = dict(work=phase.__name__, recipe=recipe) | values | dict(seconds=seconds) | numbers
+        row = dict(function=phase.__name__, cache_key=cache_key) | values | dict(seconds=seconds) | numbers
         self.done[output] = row
         if self.main:
             files.remove(path)
             os.replace(temporary, path)
             if path.is_file():
-                row["hash"] = bytes_of(path)  # from which `is_edited` sees edits
+                row["hash"] = file_hash(path)  # from which `is_edited` sees edits
             write_json(self.folder / "phases.json", self.done | self.recorded)
-        self.say(sentence(output, row))
+        self.print(sentence(output, row))
         self.tracking.log("phase", output, row)
         self.machine.wait()
         return path
@@ -233,7 +236,7 @@ class Run:
             self.note(finished=True)
             self.lock.release()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.main:
             tqdm.write(visible(text))
 
@@ -252,21 +255,21 @@ class Run:
                                 self.machine.shard)
         self.attention = model.config._attn_implementation  # its own, with which it plays
         if self.shares:
-            model.set_attn_implementation("shared")
+            model.set_attn_implementation("prefix_sharing")
         return model
 
     def log_probs(
         self,
         model,
         trajectories: list[Trajectory],
-        scores: Callable = dpo.in_fp32,
+        logits_processor: Callable = dpo.in_fp32,
     ) -> torch.Tensor:
         """log pi of all action tokens of some trajectories, (A,), in nats; scores: what pi is, as
         in `dpo.token_log_probs`."""
         if self.shares:
-            return shared.log_probs(model, trajectories, self.shared_tokens, scores)
-        tokens = self.machine.tokens_per_forward if "padded" in self.ways["passes"] else 0
-        return log_probs_in_passes(self.machine.accelerator, model, trajectories, tokens, scores)
+            return prefix_sharing.log_probs(model, trajectories, self.shared_tokens, logits_processor)
+        tokens = self.machine.tokens_per_forward if "padded" in self.backends["passes"] else 0
+        return distributed_log_probs(self.machine.accelerator, model, trajectories, tokens, logits_processor)
 
     @property
     def shared_tokens(self) -> int:
@@ -286,7 +289,7 @@ class Run:
         steps: list[list[Group]],
         rates: list[float],
         loss: Callable,
-        size: Callable,
+        denominator: Callable,
         log_probs: Callable | None = None,
     ) -> dict:
         """Trains a model of `load`, and writes it, with a line for each step in train.jsonl and for
@@ -298,7 +301,7 @@ class Run:
         optimizer = dpo.adamw(model, s.weight_decay)
         lines = []
         with self.bar(len(steps)) as progress:
-            for line in dpo.train(model, optimizer, steps, rates, loss, size,
+            for line in dpo.train(model, optimizer, steps, rates, loss, denominator,
                                   log_probs or self.log_probs, s.max_grad_norm,
                                   self.fits):
                 lines.append(line)
@@ -316,7 +319,7 @@ class Run:
                 losses |= {f"first_{name}": lines[0][name], name: lines[-1][name]}
         return dict(steps=len(lines), **losses, tokens=tokens)
 
-    def keep(self, agent: Path, out: Path) -> dict:
+    def copy_agent(self, agent: Path, out: Path) -> dict:
         """Copies an agent that stays as it is, but for the log of what it learned before."""
         if self.main:
             shutil.copytree(agent, out, ignore=shutil.ignore_patterns("*.jsonl"))
@@ -342,23 +345,23 @@ class Run:
         Returns:
             The trajectories in the order given; all ranks have all of them.
         """
-        model = self.replica(agent)
+        model = self.inference_copy(agent)
         share = begun[self.machine.rank::self.machine.ranks]
         slots = self.slots(model)
         with self.bar(len(share)) as progress:
-            playing.play(make_env or self.make_env, self.encoder, share,
-                         self.answer(model, temperature, slots), slots, self.settings.max_tokens,
+            rollouts.play(make_env or self.make_env, self.encoder, share,
+                         self.make_generator(model, temperature, slots), slots, self.settings.max_tokens,
                          ended=lambda t: progress.update())
         if model is agent and self.shares:
-            model.set_attn_implementation("shared")
+            model.set_attn_implementation("prefix_sharing")
         order = {(t.task, t.rollout): n for n, t in enumerate(begun)}
         return sorted(self.machine.gather(share), key=lambda t: order[t.task, t.rollout])
 
-    def replica(self, agent):
+    def inference_copy(self, agent):
         """A model as it plays, whole on each rank; of a folder, or as it is now in training."""
         dtype = torch.bfloat16 if self.machine.bf16 else torch.float32
         if not isinstance(agent, Path):
-            model = models.copy_that_plays(agent, dtype)
+            model = models.make_inference_copy(agent, dtype)
             model.set_attn_implementation(self.attention)
             return model
         with reading(self, agent):
@@ -375,11 +378,11 @@ class Run:
                                          self.machine.bf16, self.machine.tokens_per_forward // 2)
         return min(s.slots or fitting, fitting)
 
-    def answer(self, model, temperature: float, slots: int) -> Callable:
+    def make_generator(self, model, temperature: float, slots: int) -> Callable:
         """What replies to conversations: [(trajectory, random numbers)] -> [(ids, log_probs)]."""
         s = self.settings
-        draw = Draw(self.encoder.sampler(temperature), self.encoder, self.env.stops)
-        return trial.answer_of(self.ways["replies"], model, draw, slots, s.max_tokens,
+        draw = TokenSampler(self.encoder.sampler(temperature), self.encoder, self.env.stops)
+        return self_check.make_generator(self.backends["replies"], model, draw, slots, s.max_tokens,
                                s.max_new_tokens, self.machine.tokens_per_forward // 2)
 
 
@@ -388,7 +391,7 @@ def check_edits(run: Run, inputs) -> None:
     edited = [run.folder / output for output, row in run.done.items() if "edited" in row]
     for file in files_in(inputs):
         if file in edited:
-            check_ids(file, run.encoder.rows)
+            check_ids(file, run.encoder.vocabulary_size)
 
 
 def checked(numbers, out: Path, main: bool) -> dict:
@@ -405,8 +408,8 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
     """What training saw of each pair first and last: [chosen, rejected, margin] in nats."""
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
-        if pair.seen:
-            rows.append(named(pair) | dict(first=pair.seen[0], last=pair.seen[-1]))
+        if pair.history:
+            rows.append(named(pair) | dict(first=pair.history[0], last=pair.history[-1]))
     return rows
 
 
@@ -416,11 +419,11 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
 def check_folder(folder: Path) -> None:
     """Refused where a folder has something else than a run, whose outputs would replace it."""
     if folder.exists() and not folder.is_dir():
-        raise Refused(f"--out {folder}: it is a file; give a folder")
+        raise UsageError(f"--out {folder}: it is a file; give a folder")
     names = {path.name for path in folder.glob("*")}
     stopped = "lock" in names and "phases.json" not in names  # before it had a config
     if names and "config.json" not in names and not stopped:
-        raise Refused(f"--out {folder}: {min(names)} is in it, and no config.json of a run; give "
+        raise UsageError(f"--out {folder}: {min(names)} is in it, and no config.json of a run; give "
                       "another folder")
 
 
@@ -429,26 +432,26 @@ def check_reads_alike(run: Run, agent: Path) -> None:
     with models.named("--failure-from"):
         other = models.read_encoder(agent).fingerprint()
     if other != run.fingerprint:
-        raise Refused(f"--failure-from {agent}: its tokenizer or chat template is not that of "
+        raise UsageError(f"--failure-from {agent}: its tokenizer or chat template is not that of "
                       f"--model {run.base}, by which episodes are written; give an agent of that "
                       "model")
 
 
-def ways_of(run: Run, model: Path) -> dict:
-    """How a model has to be asked, see `engine.trial`."""
+def model_backends(run: Run, model: Path) -> dict:
+    """How a model has to be asked, see `engine.self_check`."""
     if model == models.MODELS["tiny"]:
-        return FASTEST
+        return ALL_BACKENDS
     device = run.machine.device
     longest = run.settings.max_tokens
     positions = models.positions_of(run.config)
     if longest > positions:
-        run.say(f"--model {model} has {positions:,} positions: longer episodes are read as it "
+        run.print(f"--model {model} has {positions:,} positions: longer episodes are read as it "
                 f"never learned to; lower --max-tokens {longest}")
     if device.type == "cuda" and not machine.fits_in_fp32(run.config, run.parameters,
                                                           machine.free_memory(), longest):
         device = "cpu"
     read = models.read_model(model, device=device).eval()
-    ways = trial.trial(read, run.encoder, longest)
+    ways = self_check.select_backends(read, run.encoder, longest)
     models.check_can_be_saved(read, run.encoder)
     return ways
 
@@ -459,11 +462,11 @@ def reading(run: Run, agent):
     stays as it is."""
     try:
         yield
-    except Refused as error:
+    except UsageError as error:
         if run.folder not in Path(agent).parents:
             raise
         cause = str(error).removeprefix(f"--model {agent}: ")
-        raise Refused(f"{agent}: this agent of the run is damaged; delete the folder, and the same "
+        raise UsageError(f"{agent}: this agent of the run is damaged; delete the folder, and the same "
                       f"command makes it again; the cause: {cause}") from error
 
 
@@ -473,4 +476,4 @@ def one_line_of(who: str):
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise Refused(f"{who}: {error}") from error
+        raise UsageError(f"{who}: {error}") from error

@@ -1,6 +1,6 @@
 """Sampling: the distribution that agents draw from, one token drawn, and replies by `generate`.
 
-`engine.kept` draws with it too, and is faster; `replies` serves every model that it does not.
+`engine.kv_cache` draws with it too, and is faster; `replies` serves every model that it does not.
 """
 
 import math
@@ -26,29 +26,29 @@ class Sampler:
 
     Args:
         temperature: 0: the most probable token, for certain.
-        never: Ids that are not drawn.
+        suppressed_ids: Ids that are not drawn.
         known: Ids from here on are not drawn either; another model may have more of them.
     """
 
-    def __init__(self, temperature: float = 1.0, never: tuple[int, ...] = (),
-                 known: int | None = None):
+    def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
+                 vocabulary_size: int | None = None):
         self.temperature = temperature
-        self.never = never
-        self.known = known
+        self.suppressed_ids = suppressed_ids
+        self.vocabulary_size = vocabulary_size
         self.index = {}  # (device, V) -> what is never drawn: the host waits for each copy
 
-    def scores(self, logits: Tensor) -> Tensor:
+    def process_logits(self, logits: Tensor) -> Tensor:
         """Of a model's logits, (..., V), what has the distribution as its softmax, float32."""
         logits = in_fp32(logits)
         if self.temperature not in (0, 1):
             logits = logits / self.temperature
-        if not self.never:
+        if not self.suppressed_ids:
             return logits
         key = logits.device, logits.shape[-1]
         if key not in self.index:
-            more = range(self.known or key[1], key[1])
+            more = range(self.vocabulary_size or key[1], key[1])
             with torch.inference_mode(False):  # else what is sampled first could not be trained on
-                self.index[key] = torch.tensor([*self.never, *more], device=logits.device)
+                self.index[key] = torch.tensor([*self.suppressed_ids, *more], device=logits.device)
         return logits.index_fill(-1, self.index[key], -torch.inf)
 
 
@@ -58,10 +58,10 @@ class Reply:
     rng: random.Random  # of its episode alone, so that what runs beside it changes nothing
     ids: Ids = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)  # of each, but for a greedy sampler
-    over: bool = False
+    done: bool = False
 
 
-class Draw:
+class TokenSampler:
     """Draws the next token of some replies.
 
     Args:
@@ -86,7 +86,7 @@ class Draw:
         Returns:
             The tokens, (B, 1); the end of turn where a reply is over.
         """
-        log_p = self.sampler.scores(logits).log_softmax(-1)                       # (B, V)
+        log_p = self.sampler.process_logits(logits).log_softmax(-1)                       # (B, V)
         u = self.uniform(replies).to(log_p.device, non_blocking=True)             # (B, 1)
         if self.sampler.temperature > 0:
             # The first token at which the distribution function exceeds u. Rounding leaves its
@@ -99,7 +99,7 @@ class Draw:
         drawn = drawn.masked_fill(u < 0, self.encoder.end_of_turn)
         known = torch.cat([drawn.double(), values.double()], 1).tolist()          # (B, 2)
         for reply, (token, value) in zip(replies, known):
-            if not reply.over:
+            if not reply.done:
                 self.add(reply, int(token), value)
         return drawn
 
@@ -108,7 +108,7 @@ class Draw:
         drawing nothing: its episode's later turns have the same random numbers."""
         numbers = []
         for reply in replies:
-            if reply.over:
+            if reply.done:
                 numbers.append(-1.0)
             elif self.sampler.temperature > 0:
                 numbers.append(reply.rng.random())
@@ -123,7 +123,7 @@ class Draw:
         reply.ids.append(token)
         if self.sampler.temperature > 0:
             reply.log_probs.append(log_prob)
-        reply.over = token == self.encoder.end_of_turn or self.stops_at(reply.ids)
+        reply.done = token == self.encoder.end_of_turn or self.stops_at(reply.ids)
 
     def stops_at(self, ids: Ids) -> bool:
         """Whether a stop ends with the last token of these ids. Few tokens can end one, so that
@@ -141,13 +141,13 @@ class Draw:
 
 # ------------------------------------------------------------------------------- by `generate`
 
-CHUNK = 1024  # tokens of each text that are read at a time, since a mask grows with its square
+PREFILL_CHUNK = 1024  # tokens of each text that are read at a time, since a mask grows with its square
 
 
 @torch.inference_mode()
-def replies(
+def generate_replies(
     model,
-    draw: Draw,
+    draw: TokenSampler,
     max_new_tokens: int,
     asked: list[tuple[Ids, random.Random]],
     alone: bool = False,
@@ -169,8 +169,8 @@ def replies(
     end = draw.encoder.end_of_turn
     options = dict(do_sample=False, use_cache=True, max_new_tokens=max_new_tokens,
                    eos_token_id=end, pad_token_id=end)
-    if max(len(ids) for ids, _ in asked) > CHUNK:
-        options["prefill_chunk_size"] = CHUNK
+    if max(len(ids) for ids, _ in asked) > PREFILL_CHUNK:
+        options["prefill_chunk_size"] = PREFILL_CHUNK
     found = []
     for first in range(0, len(asked), at_once):
         some = asked[first:first + at_once]
@@ -181,15 +181,15 @@ def replies(
         mask = pad_sequence(read, batch_first=True, padding_side="left")           # (B, L)
         written = [Reply(rng) for _, rng in some]
         model.generate(ids.to(model.device), attention_mask=mask.to(model.device),
-                       logits_processor=[Drawn(draw, written)], **options)
+                       logits_processor=[SampledTokenProcessor(draw, written)], **options)
         found += [(reply.ids, reply.log_probs) for reply in written]
     return found
 
 
-class Drawn(transformers.LogitsProcessor):
+class SampledTokenProcessor(transformers.LogitsProcessor):
     """Leaves `generate` no other token than the one that was drawn."""
 
-    def __init__(self, draw: Draw, written: list[Reply]):
+    def __init__(self, draw: TokenSampler, written: list[Reply]):
         self.draw = draw
         self.written = written
 

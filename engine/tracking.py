@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote
 from accelerate.tracking import filter_trackers
 
 from common.files import whole_lines
-from common.settings import Refused
+from common.settings import UsageError
 
 # What trackers call numbers of a step of training, as TRL's do; others keep their names.
 NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
@@ -43,9 +43,9 @@ class Tracking:
         try:
             found = filter_trackers(name, str(folder))
         except ValueError as error:
-            raise Refused(f"--track {name}: {error}") from None
+            raise UsageError(f"--track {name}: {error}") from None
         if not found:
-            raise Refused(f"--track {name}: it is not installed; {sys.executable} -m pip install "
+            raise UsageError(f"--track {name}: it is not installed; {sys.executable} -m pip install "
                           f"{name}")
         self.accelerator.log_with = found
         self.accelerator.project_configuration.set_directories(str(folder))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from common.settings import Refused, Stated
+from common.settings import Stated, UsageError
 from envs import Environment, Stuck
 
 # The names of all environments, which every command uses
@@ -33,7 +33,7 @@ class Options(Stated):
 def environment(name: str) -> type[Options]:
     """Returns the `Options` of the environment called `name`."""
     if name not in ENVIRONMENTS:
-        raise Refused(f"unknown environment {name!r}; choose from: {', '.join(ENVIRONMENTS)}")
+        raise UsageError(f"unknown environment {name!r}; choose from: {', '.join(ENVIRONMENTS)}")
     return import_module(f"environments.{name}").Options
 
 
@@ -49,8 +49,8 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> Environ
     chosen = environment(name)(**options)
     env = chosen.make(view)
     if chosen.protocol == "eto":
-        from environments.eto_protocol import told_as_eto
-        return told_as_eto(env, chosen.prompts, examples)
+        from environments.eto_protocol import in_eto_protocol
+        return in_eto_protocol(env, chosen.prompts, examples)
     return env
 
 
@@ -67,14 +67,14 @@ def converse(env: Environment, observation: str,
         The messages, and the reward. The reward is 0 if `act` had no next reply.
     """
     messages = env.opening(observation)
-    for turn in range(1, env.max_steps + 1):
+    for turn in range(1, env.max_turns + 1):
         try:
             reply = act(observation)
         except (Stuck, StopIteration):
             return messages, 0.0
         messages.append({"role": "assistant", "content": reply})
         step = env.step(reply)
-        if step.done or turn == env.max_steps:
+        if step.done or turn == env.max_turns:
             break
         observation = step.observation
         messages.append({"role": "user", "content": observation})

@@ -152,7 +152,7 @@ TOLD = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciw
         "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
 
 
-def told_as_eto(env: Environment, folder: str, examples: int) -> EtoEnvironment:
+def in_eto_protocol(env: Environment, folder: str, examples: int) -> EtoEnvironment:
     """Wraps an environment.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from os.path import commonprefix
 from pathlib import Path
 
-from common.settings import Refused
+from common.settings import UsageError
 from environments import converse, first_reply
 from environments.eto_protocol import EtoEnvironment, bare
 from environments.user_files import reading, text_in
@@ -18,7 +18,7 @@ MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajec
         "tasks")
 # What a run writes of an episode beside what is trained on.
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
-          "steps", "idle", "ended", "signal")
+          "turns", "idle", "ended", "signal")
 ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
@@ -56,7 +56,7 @@ def experts(env: Environment, file: str | None, count: int,
             continue
         apart = opens_otherwise(env, messages, env.reset(task))
         if apart:
-            raise Refused(f"--experts {file}: {task} is another task here. It opens there | here: "
+            raise UsageError(f"--experts {file}: {task} is another task here. It opens there | here: "
                           f"{apart[0]!r} | {apart[1]!r}; give the environment and the --view that "
                           "these experts were made in, or experts of this one")
         yield task, messages, reward
@@ -93,7 +93,7 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
         task = entry["task"]
         reward = entry["reward"]
         messages = read_turns(entry["messages"], "role", "content")
-        messages = without_examples(messages, entry.get("steps", 0), len(env.opening("")))
+        messages = without_examples(messages, entry.get("turns", 0), len(env.opening("")))
 
     while messages and messages[-1]["role"] == "user":  # what followed the last action
         messages.pop()
@@ -113,7 +113,7 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
 
 def never_replied(row: dict) -> bool:
     """Whether a trajectory's context was full before its first reply."""
-    return row.get("ended") == "context" and row.get("steps") == 0
+    return row.get("ended") == "context_limit" and row.get("turns") == 0
 
 
 def check_fields(row: dict, needed: tuple[str, ...], more: tuple[str, ...] = ()) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 
-from common.settings import Refused
+from common.settings import UsageError
 
 FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
@@ -23,7 +23,7 @@ def reading(where: str, must: str):
         yield
     except FAULTS as error:
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__} "
-        raise Refused(f"{where}: {kind}{shorten(str(error), 200)}; it must be {must}") from None
+        raise UsageError(f"{where}: {kind}{shorten(str(error), 200)}; it must be {must}") from None
 
 
 def read_json(path: Path):

@@ -24,10 +24,10 @@ import dpo
 from coevolve import (
     Common,
     by_task,
-    evaluations,
+    evaluate_all,
+    expert_paths,
     explore,
-    given_experts,
-    outcomes,
+    summarise,
     train_sft,
     usable,
 )
@@ -64,7 +64,7 @@ def rft(run: Run) -> None:
                            i=1))
     joined = once("iter1/experts.jsonl", join_successes, experts, played)
     agent = once("iter1/target-agent", train_sft, run.base, joined, name="target")
-    evaluations(run, {"target": agent}, 1)
+    evaluate_all(run, {"target": agent}, 1)
 
 
 def train_on_experts(run: Run) -> tuple[Path, Path]:
@@ -72,9 +72,9 @@ def train_on_experts(run: Run) -> tuple[Path, Path]:
 
     Returns the file of expert trajectories, and the folder of the agent.
     """
-    experts = run.once("experts.jsonl", collect_experts, *given_experts(run.settings))
+    experts = run.once("experts.jsonl", collect_experts, *expert_paths(run.settings))
     agent = run.once("sft-target", train_sft, run.base, experts, name="target")
-    evaluations(run, {"target": agent}, 0)
+    evaluate_all(run, {"target": agent}, 0)
     return experts, agent
 
 
@@ -92,7 +92,7 @@ def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: i
         i: The iteration.
 
     Returns:
-        The averages over the new trajectories, see `coevolve.outcomes`.
+        The averages over the new trajectories, see `coevolve.summarise`.
     """
     s = run.settings
     successes = defaultdict(list)  # task -> for each of its rollouts, whether it succeeded
@@ -106,7 +106,7 @@ def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: i
             episodes.append(Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n)))
     trajectories = run.play(agent, episodes, s.temperature)
     write(run, out, trajectories)
-    return outcomes(trajectories, s.hard_threshold) if trajectories else dict(episodes=0)
+    return summarise(trajectories, s.hard_threshold) if trajectories else dict(episodes=0)
 
 
 def dart_rollouts(successes: list[bool], budget: int) -> int:
@@ -178,7 +178,7 @@ def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], droppe
 
 def split_opening(t: Trajectory) -> tuple[list[dict], list[dict]]:
     """Splits a conversation into the messages before the agent's first reply, and the rest."""
-    n = first_reply(t.messages, t.steps)
+    n = first_reply(t.messages, t.turns)
     return t.messages[:n], t.messages[n:]
 
 
@@ -208,7 +208,7 @@ def ppo(run: Run) -> None:
         played = run.once(f"iter{i}/target.jsonl", explore, agent, experts, name="target", i=i)
         agent = run.once(f"iter{i}/target-agent", train_ppo, agent, after_sft, played,
                          name="target", i=i)
-        evaluations(run, {"target": agent}, i)
+        evaluate_all(run, {"target": agent}, i)
 
 
 def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, name: str,
@@ -233,13 +233,13 @@ def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, n
     dropped = Counter()
     groups = make_groups(by_task(usable(read(played), dropped)), dropped)
     if not groups:
-        run.say(f"{run.name}: the agent is left unchanged, because no two rollouts of a task can "
+        run.print(f"{run.name}: the agent is left unchanged, because no two rollouts of a task can "
                 f"be compared ({dict(dropped)})")
-        return run.keep(agent, out) | dict(dropped=dropped)
+        return run.copy_agent(agent, out) | dict(dropped=dropped)
 
     # 2. Compute log pi_SFT and log pi_old. All log-probabilities, also those in training, are under
     # the distribution that the episodes were sampled from. One model is in memory at a time.
-    log_probs = partial(run.log_probs, scores=run.encoder.sampler(s.temperature).scores)
+    log_probs = partial(run.log_probs, logits_processor=run.encoder.sampler(s.temperature).process_logits)
     store_log_probs(groups, "ref_log_probs", run.load(after_sft), log_probs)
     model = run.load(agent)
     store_log_probs(groups, "old_log_probs", model, log_probs)

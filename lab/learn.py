@@ -22,14 +22,14 @@ import transformers
 
 import coevolve
 from common import files
-from common.settings import Free, Method, OldFile, Refused, names_in, parse
+from common.settings import Free, Method, OldFile, UsageError, names_in, parse
 from dpo import Trajectory, better
-from engine import command, fork, models
+from engine import branch, command, models
+from engine.console import counted, phrase
 from engine.experts import best_of_tasks
 from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
 from engine.run import Run
-from engine.words import counted, phrase
 from environments import Options, first_reply
 from environments.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
 from environments.user_files import reading
@@ -52,7 +52,7 @@ def learn(run: Run) -> None:
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played, trains="target")
     kept, made = run.done["experts.jsonl"], run.done["iter1/pairs-target.jsonl"]
     dropped = Counter(kept["dropped"]) + Counter(made["dropped"])
-    run.say(f"{counted(kept['experts'], 'experts')}, {phrase('pairs', made['pairs'], {})}, "
+    run.print(f"{counted(kept['experts'], 'experts')}, {phrase('pairs', made['pairs'], {})}, "
             f"{phrase('not used', dropped, {})}")
 
     after_sft = once("sft-target", coevolve.train_sft, run.base, experts, name="target")
@@ -67,7 +67,7 @@ def lay_out(out: Path, agents: list[Path]) -> None:
     for file in agents[-1].iterdir():
         if file.suffix != ".jsonl":
             files.remove(out / file.name)
-            fork.link(str(file), str(out / file.name))
+            branch.link(str(file), str(out / file.name))
     lines = []
     for agent in agents:
         if (agent / "train.jsonl").exists():  # else there was nothing to learn from
@@ -88,7 +88,7 @@ def best(run: Run, out: Path, file: Path) -> dict:
     dropped = Counter(run.dropped)
     dropped["of tasks without an expert"] = sum(t.task not in experts for t in run.trajectories)
     if not experts:
-        raise Refused(f"{file}: no expert is left: {dict(dropped)}; lower --expert-min-reward "
+        raise UsageError(f"{file}: no expert is left: {dict(dropped)}; lower --expert-min-reward "
                       f"{least}, or raise --max-tokens {run.settings.max_tokens}")
     write(run, out, list(experts.values()))
     return dict(experts=len(experts), dropped=+dropped)
@@ -100,7 +100,7 @@ def others(run: Run, out: Path, file: Path, experts: Path, name: str) -> dict:
     found = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
     write(run, out, found)
-    return coevolve.outcomes(found, run.settings.hard_threshold) if found else dict(episodes=0)
+    return coevolve.summarise(found, run.settings.hard_threshold) if found else dict(episodes=0)
 
 
 def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trains: str) -> dict:
@@ -158,19 +158,19 @@ def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], C
             t.rollout = number
             found.append(t)
     if not found:
-        raise Refused(f"{file}: no trajectory is left: {dict(dropped)}; give one in each line, "
+        raise UsageError(f"{file}: no trajectory is left: {dict(dropped)}; give one in each line, "
                       f"or raise --max-tokens {most}")
 
     agents = dict.fromkeys(t.agent for t in found if t.agent != "expert")
     if len(agents) > 2:
-        raise Refused(f"{file}: it has {len(agents)} agents: {', '.join(agents):.80}; failures are "
+        raise UsageError(f"{file}: it has {len(agents)} agents: {', '.join(agents):.80}; failures are "
                       "paired of one or two, leave out the others; a line without agent is "
                       "target's, and expert is the name for demonstrations")
     return found, dropped
 
 
 def trajectory_of(row: dict, encoder) -> Trajectory:
-    """The trajectory of a line; ValueError, if it is none. Its last `steps` replies are actions, or
+    """The trajectory of a line; ValueError, if it is none. Its last `turns` replies are actions, or
     all of them if it does not say. Ids and mask are made anew of the messages, as for --experts."""
     check_fields(row, ("task", "messages", "reward"), PLAYED)
     task, agent, reward = row["task"], row.get("agent", "target"), row["reward"]
@@ -186,20 +186,20 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
     while roles[-1] != "assistant":  # what followed the last reply
         roles.pop()
     messages = messages[:len(roles)]
-    steps = row.get("steps") or roles.count("assistant")
-    opening = first_reply(messages, steps)
+    turns = row.get("turns") or roles.count("assistant")
+    opening = first_reply(messages, turns)
     if opening == len(messages):
-        raise ValueError(f"its 'steps' are {steps!r}, and its replies {roles.count('assistant')}")
-    t = Trajectory(task, agent, iteration=1, messages=messages, reward=float(reward), steps=steps,
+        raise ValueError(f"its 'turns' are {turns!r}, and its replies {roles.count('assistant')}")
+    t = Trajectory(task, agent, iteration=1, messages=messages, reward=float(reward), turns=turns,
                    ended="done")
     t.ids, t.action_mask = encoder.encode(messages, opening)
     if "action_mask" in row:
         mask = row["action_mask"]
         marked = sum(after > before for before, after in zip(mask, mask[1:]))
         texts = sum(bool(turn["content"]) for turn in messages[opening:][::2])
-        if not texts <= marked <= steps:  # a reply without a text may have no token
-            raise ValueError(f"its 'action_mask' marks {marked} replies, and its last {steps} are "
-                             "trained on; give their number as 'steps', or take the mask out")
+        if not texts <= marked <= turns:  # a reply without a text may have no token
+            raise ValueError(f"its 'action_mask' marks {marked} replies, and its last {turns} are "
+                             "trained on; give their number as 'turns', or take the mask out")
     return t
 
 
@@ -208,7 +208,7 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
 READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens", "sft_epochs",
          "sft_batch", "sft_lr", "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs",
          "dpo_steps", "dpo_batch", "dpo_lr", "dpo_warmup", "beta", "lambda_dpo",
-         "lambda_sft", "log_prob", "reference", "denominator", "expert_beaten",
+         "lambda_sft", "log_prob_reduction", "reference", "denominator", "expert_beaten",
          "pair_weights", "failure_pair_weights", "cut_turns", "rejected_ends", MachineSettings)
 
 
@@ -242,7 +242,7 @@ def main(argv: list[str]) -> None:
     s, options = parse(argv, Settings, METHODS, lambda env: Options, "bash run.sh learn FILE")
     out = Path(s.out or f"runs/learn-{Path(s.file).stem}")
     if out.is_dir() and any(out.iterdir()) and not (out / "run").is_dir():
-        raise Refused(f"--out {out}: it is not empty; give another folder, or delete it")
+        raise UsageError(f"--out {out}: it is not empty; give another folder, or delete it")
     # What is wrong with the trajectories is said before a model is loaded.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files import is_edited, read_json
-from common.settings import Refused, command_words, flag, settings_of
-from engine.words import visible  # noqa: F401, which commands import from here
+from common.settings import UsageError, command_words, flag, settings_of
+from engine.console import visible  # noqa: F401, which commands import from here
 from environments import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
@@ -48,7 +48,7 @@ def config_of(run: Path) -> dict:
     file = run / "config.json"
     config = read_json(file) if file.is_file() else {}
     if "settings" not in config:
-        raise Refused(f"{run}: not a run, it has no config.json with settings; name a folder like "
+        raise UsageError(f"{run}: not a run, it has no config.json with settings; name a folder like "
                       "runs/webshop-coevolve-s0")
     return config
 
@@ -89,7 +89,7 @@ def that_found(phases: dict, *names: str) -> list[dict]:
 
 def explorations_in(phases: dict) -> list[dict]:
     """What is recorded of the agents' explorations; an explorer of `evolve.py` is no agent."""
-    found = that_found(phases, "name", "episodes", "reward", "success", "hard")
+    found = that_found(phases, "name", "episodes", "reward", "success", "hard_negative")
     return [row for row in found if "split" not in row and row["output"].endswith(".jsonl")]
 
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from common.settings import Refused
+from common.settings import UsageError
 from lab.requirements import lacking
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +65,7 @@ def python(*arguments: str, **environment: str) -> None:
                           cwd=ROOT, capture_output=True, text=True)  # not where the user is
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise Refused(f"--model smollm2: it could not be made ({said[-1]}); check the network, set "
+        raise UsageError(f"--model smollm2: it could not be made ({said[-1]}); check the network, set "
                       f"PIP_INDEX_URL to an index within reach, install {' and '.join(PACKAGES)} "
                       f"yourself, or copy {FOLDER} from another machine")
 

@@ -152,7 +152,7 @@ def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
     over = False
     while not over and len(new) < most:
         logits = model(torch.tensor([ids + new])).logits[0, -1]
-        logits[list(encoder.sampler().never)] = -torch.inf
+        logits[list(encoder.sampler().suppressed_ids)] = -torch.inf
         token = int(logits.argmax())
         if temperature:
             p = (logits / temperature).softmax(0)
@@ -315,7 +315,7 @@ def pytest_collection_finish():
 
 class Toy(Environment):
     """An environment of two replies, whose reward depends on what was written."""
-    name, test_splits, max_steps, stops = "toy", ("test",), 2, ("Observation:",)
+    name, test_splits, max_turns, stops = "toy", ("test",), 2, ("Observation:",)
     splits = {split: {str(n): f"toy-{split}-{n}" for n in range(8)} for split in ("train", "test")}
 
     def reset(self, task):
@@ -324,7 +324,7 @@ class Toy(Environment):
 
     def step(self, reply):
         self.replies.append(reply)
-        done = len(self.replies) == self.max_steps
+        done = len(self.replies) == self.max_turns
         return Step(f"you said {len(reply)}", self.reward() if done else 0.0, done)
 
     def reward(self):

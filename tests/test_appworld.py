@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT, wait_until
 
-from common.settings import Refused
+from common.settings import UsageError
 from environments import converse, environment, make
 from environments.appworld import data, judging, processes
 from environments.appworld.data import MOST_REPLIES, calls_in, parts, small_world
@@ -167,7 +167,7 @@ def served(tmp_path, monkeypatch):
         monkeypatch.setattr(processes, "__file__", str(tmp_path / "processes.py"))
         try:
             servers.append(processes.Server(sys.executable, tmp_path))
-        except Refused as error:
+        except UsageError as error:
             if more:
                 raise
             pytest.skip(str(error))
@@ -254,7 +254,7 @@ def refused(*given):
 jail.separate = refused
 child.play = lambda *given: open({str(tmp_path / "ran")!r}, "w").close()
 """
-    with pytest.raises(Refused, match=r"does not shut in .*\(OSError: unshare.*container's root may lack"):
+    with pytest.raises(UsageError, match=r"does not shut in .*\(OSError: unshare.*container's root may lack"):
         served(more)
     assert not (tmp_path / "ran").exists()
 
@@ -475,10 +475,10 @@ def test_scenarios_are_tasks_without_their_last_number():
 
 def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
-    with pytest.raises(Refused, match="memory-of-agents.*has 'memory' in its path.*move it"):
+    with pytest.raises(UsageError, match="memory-of-agents.*has 'memory' in its path.*move it"):
         small_world()
     monkeypatch.setattr(data, "VENV", tmp_path)
-    with pytest.raises(Refused, match=r"appworld==0.1.3.post1 is not in .*; bash run.sh appworld"):
+    with pytest.raises(UsageError, match=r"appworld==0.1.3.post1 is not in .*; bash run.sh appworld"):
         make("appworld")
 
 
@@ -493,7 +493,7 @@ def env():
         try:
             env = make("appworld")
             env.reset(env.tasks("train")[0])
-        except Refused as error:
+        except UsageError as error:
             pytest.skip(str(error))
         yield env
         env.close()
@@ -649,7 +649,7 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(env, tmp_path):
     for step, missing in ((None, "train.txt"), (["none_1"], "tasks/none_1/specs.json"), (keys[3:6], "standard/phone.json")):
         for name, tasks in lists.items() if step else ():
             (given / f"{name}.txt").write_text("\n".join(step if name == "dev" else tasks))
-        with pytest.raises(Refused, match=f"{missing} is not there; appworld download data"):
+        with pytest.raises(UsageError, match=f"{missing} is not there; appworld download data"):
             make("appworld", appworld_root=str(tmp_path))
     (tmp_path / "data/api_docs").symlink_to(root / "data/api_docs")
     official = make("appworld", appworld_root=str(tmp_path))

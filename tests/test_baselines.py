@@ -14,7 +14,7 @@ from conftest import Toy
 import coevolve
 import dpo
 from common.files import read_jsonl
-from common.settings import Refused, parse
+from common.settings import UsageError, parse
 from dpo import Trajectory
 from engine import run as engine_run
 from engine.models import read_model
@@ -31,7 +31,7 @@ class Settings(baselines.Baselines, coevolve.Settings):
 
 class OneReply(Toy):
     """Pays (sum of the reply's letters modulo 5) / 4: a random reply succeeds one time in five."""
-    max_steps = 1
+    max_turns = 1
     best = 4  # of (letters modulo 5); what agents write is capped here
 
     def reward(self):
@@ -74,7 +74,7 @@ def played(task, reward, *replies, agent="target", opening=("a page",)):
     turns = [dict(role="user", content=text) for text in opening]
     for text in replies:
         turns += [dict(role="assistant", content=text), dict(role="user", content="next")]
-    return Trajectory(task, agent, reward=reward, steps=len(replies), messages=turns[:-1])
+    return Trajectory(task, agent, reward=reward, turns=len(replies), messages=turns[:-1])
 
 
 def test_join_by_hand():
@@ -108,7 +108,7 @@ def test_rft_adds_each_success_once(run):
     assert new and len(joined) == TASKS + len(new)
     assert successes(joined) == new
     assert r.done["iter1/experts.jsonl"]["successes"] == len(new)
-    assert [row["i"] for row in r.done.values() if row["work"] == "evaluate"] == [0, 1]
+    assert [row["i"] for row in r.done.values() if row["function"] == "evaluate"] == [0, 1]
 
 
 def test_rft_starts_from_the_base_again(run, monkeypatch):
@@ -222,7 +222,7 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     r = run("ppo", iterations=2, rollouts=4, ppo_lr=1e-2)
     kl = [r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
-    assert [row["i"] for row in r.done.values() if row["work"] == "evaluate"] == [0, 1, 2]
+    assert [row["i"] for row in r.done.values() if row["function"] == "evaluate"] == [0, 1, 2]
     steps = rows(r, "iter1/target-agent/train.jsonl")
     assert len(steps) == 3 * math.ceil(TASKS / 2)
     for policy, groups, how in seen:
@@ -242,7 +242,7 @@ def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, caps
     sft = run("sft")
     length = max(len(e["ids"]) for e in rows(sft, "experts.jsonl"))
     r = run("ppo", out="ppo", max_tokens=length, max_new_tokens=3)  # all fill the context
-    assert {e["ended"] for e in rows(r, "iter1/target.jsonl")} == {"context"}
+    assert {e["ended"] for e in rows(r, "iter1/target.jsonl")} == {"context_limit"}
     assert "no two rollouts of a task" in capsys.readouterr().out
     assert apart(r, "sft-target", "iter1/target-agent") == 0
 
@@ -252,5 +252,5 @@ def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, caps
     ("--method ppo --rollouts 1", "give at least 2"),
     ("--method rft --ppo-lr 0.1", "is not read by --method rft")])
 def test_settings_that_make_no_sense_are_refused(argv, wrong):
-    with pytest.raises(Refused, match=wrong):
+    with pytest.raises(UsageError, match=wrong):
         parse(argv.split(), Settings, coevolve.METHODS | baselines.METHODS, environment)

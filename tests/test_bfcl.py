@@ -223,7 +223,7 @@ def test_a_reply_with_calls_is_answered_with_results_and_one_without_with_the_ne
 def test_twenty_replies_with_calls_are_a_turns_and_the_next_ends_the_episode(counts, share):
     env, calls = env_of("base-0", counts), env_of("base-0").find(FILES)["calls"]
     env.reset(FILES)
-    assert env.max_steps == 4 * (MOST_REPLIES + 1)
+    assert env.max_turns == 4 * (MOST_REPLIES + 1)
     for _ in range(MOST_REPLIES - 1):
         assert not env.step(block("ls")).done
     assert not env.step(as_reply(calls[0])).done and not env.step("done").done
@@ -255,7 +255,7 @@ def test_the_expert_calls_one_at_a_time_ends_turns_in_words_and_is_right():
         messages, earned = environments.converse(env, env.reset(task), env.expert())
         replies = [m["content"] for m in messages if m["role"] == "assistant"]
         assert earned == 1 and replies == script(env.find(task)["calls"])
-        assert messages[0]["content"].startswith(env.prompt) and len(replies) <= env.max_steps
+        assert messages[0]["content"].startswith(env.prompt) and len(replies) <= env.max_turns
         assert sum(reply in (DONE, MISSING) for reply in replies) == len(env.find(task)["turns"])
     crowded = tasks("long_context")["long-context-38"]["calls"]  # 34 calls in a turn
     assert max(map(len, crowded)) == 34 and max(len(parse_calls(r)) for r in script(crowded)) == 2

@@ -235,7 +235,7 @@ def test_the_loop_over_three_seeds(tmp_path):
 
 def test_simpo(fork):
     _, run = fork("SimPO", "iter1/pairs-failure.jsonl", until="iter1/failure-agent",
-                  flags="--reference none --log-prob mean --beta 2 --beta-later 2")
+                  flags="--reference none --log-prob-reduction mean --beta 2 --beta-later 2")
     model = AutoModelForCausalLM.from_pretrained(run / "sft-failure")
     mean = {}
     for e in rows(run / "iter1/target.jsonl") + rows(run / "iter1/failure.jsonl"):
@@ -254,7 +254,7 @@ def test_infonca(fork):
     core, run = fork("InfoNCA", "iter1/pairs-target.jsonl", "--method eto",
                      until="iter1/target-agent")
     played = rows(run / "experts.jsonl") + rows(run / "iter1/target.jsonl")
-    counts = Counter(e["task"] for e in played if e["ended"] != "context")
+    counts = Counter(e["task"] for e in played if e["ended"] != "context_limit")
     logs = [math.log(n) for n in counts.values()]
     assert first_step(run, "target")["loss"] == pytest.approx(sum(logs) / len(logs), abs=1e-5)
 
@@ -323,7 +323,7 @@ def test_two_failure_agents(base, fork):
     assert "eval-0-failure2-validation.jsonl" in phases(run)
 
     kinds = phases(run)["iter1/pairs-target.jsonl"]["pairs"]
-    played = [e for e in rows(run / "iter1/failure2.jsonl") if e["ended"] != "context"]
+    played = [e for e in rows(run / "iter1/failure2.jsonl") if e["ended"] != "context_limit"]
     experts = {e["task"]: e["reward"] for e in rows(run / "experts.jsonl")}
     worse = [e for e in played if e["reward"] < experts[e["task"]]]
     assert kinds["expert>failure2"] == len(worse) > 5
@@ -339,7 +339,7 @@ def test_a_phase_of_ones_own_is_on_the_screen_and_on_the_page(base, fork, capsys
     before, after = (rows(run / f"iter1/{name}-target.jsonl") for name in ("pairs", "judged"))
     assert after == [row for row in before
                      if row["chosen"]["reward"] - row["rejected"]["reward"] > 0.4]
-    assert row["work"] == "judge" and row["kept"] == len(after) > 5
+    assert row["function"] == "judge" and row["kept"] == len(after) > 5
     assert row["refused"] == len(before) - len(after) > 5
     assert len(rows(run / "iter1/target-agent/margins.jsonl")) == len(after)
 
@@ -362,7 +362,7 @@ def test_an_environment_of_ones_own(changed, tmp_path, capsys):
                  "--train-tasks", 12, "--eval-tasks", 12, "--sft-epochs", 4])
     solved = Counter()
     for name, phase in phases(run).items():
-        if phase["work"] in ("explore", "evaluate"):
+        if phase["function"] in ("explore", "evaluate"):
             for e in rows(run / name):
                 (_, *asked), said = (m["content"].split() for m in e["messages"])
                 right = sum(a == b for a, b in zip(asked, said))
@@ -372,7 +372,7 @@ def test_an_environment_of_ones_own(changed, tmp_path, capsys):
     assert any(right == 2 for _, right in solved)
     assert "target, test: reward" in capsys.readouterr().out
     # Where all failures of a task are alike, the failure agent has nothing to learn, and is told.
-    stub = SimpleNamespace(settings=core.Settings(), main=True, name="x", say=print)
+    stub = SimpleNamespace(settings=core.Settings(), main=True, name="x", print=print)
     played = dict(target=run / "experts.jsonl", failure=run / "experts.jsonl")
     core.make_pairs(stub, run / "none", played["target"], played, [], "failure", "D_fail")
     assert "x: no pairs, since {'not both failures': 12}; give more" in capsys.readouterr().out

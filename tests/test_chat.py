@@ -12,7 +12,7 @@ import engine.run as run_module
 import environments
 import envs
 from common.files import read_jsonl
-from common.settings import Refused, parse
+from common.settings import UsageError, parse
 from engine import chat, models
 from engine.command import main
 from engine.run import Run
@@ -26,7 +26,7 @@ ASKED = [dict(role="user", content="?")]
 
 class Guess(envs.Environment):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
-    name, max_steps, test_splits = "guess", 3, ("test",)
+    name, max_turns, test_splits = "guess", 3, ("test",)
     rules, stops, drawn = "Guess.", ("Observation:",), ""
     splits = {split: {str(i): f"letter {split}-{i}" for i in range(4)}
               for split in ("train", "test")}
@@ -113,9 +113,9 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slot
     endpoint.answer = lambda messages: "c" if "test-1" in messages[0]["content"] else "x"
     r = run("--slots", slots)
     rows = rows_of(r)
-    assert [(e["task"], e["reward"], e["steps"], e["ended"]) for e in rows] == [
-        ("guess-test-0", 0.0, 3, "budget"), ("guess-test-1", 1.0, 1, "done"),
-        ("guess-test-2", 0.0, 3, "budget"), ("guess-test-3", 0.0, 3, "budget")]
+    assert [(e["task"], e["reward"], e["turns"], e["ended"]) for e in rows] == [
+        ("guess-test-0", 0.0, 3, "turn_limit"), ("guess-test-1", 1.0, 1, "done"),
+        ("guess-test-2", 0.0, 3, "turn_limit"), ("guess-test-3", 0.0, 3, "turn_limit")]
     assert [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"] * 3
     assert rows[0]["ids"] == rows[0]["action_mask"] == rows[0]["log_probs"] == []
     found = numbers_of(r)
@@ -145,7 +145,7 @@ def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, ru
         ["Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
          "letter test-0"])]
     monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
-    with pytest.raises(Refused, match="experts on tasks that are not evaluated: 1; give fewer"):
+    with pytest.raises(UsageError, match="experts on tasks that are not evaluated: 1; give fewer"):
         run("--examples", 2, "--out", tmp_path / "again")
 
 
@@ -165,7 +165,7 @@ def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(e
     full = 400, "'max_tokens' is too large: 256. This model's maximum context length is 2048 tokens", {}
     endpoint.faults = [False, full] * 4
     r = run()
-    assert {(e["ended"], e["steps"], len(e["messages"])) for e in rows_of(r)} == {("context", 1, 3)}
+    assert {(e["ended"], e["turns"], len(e["messages"])) for e in rows_of(r)} == {("context_limit", 1, 3)}
 
 
 def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
@@ -173,10 +173,10 @@ def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
                 "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
                 "the valid range of max_tokens is [1, 128]"):
         endpoint.faults = [(400, why, {})]
-        with pytest.raises(Refused, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
+        with pytest.raises(UsageError, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
             run()
     endpoint.faults = [(400, "the prompt is too long: 900 tokens", {})] * 4
-    with pytest.raises(Refused, match="first request"):  # of all tasks: nothing is scored
+    with pytest.raises(UsageError, match="first request"):  # of all tasks: nothing is scored
         run("--refused", "zero")
     endpoint.faults = [(400, "the prompt is too long: 900 tokens", {}), *[False] * 3]
     assert [(e["reward"], e["ended"]) for e in rows_of(run("--refused", "zero"))] == [
@@ -194,7 +194,7 @@ def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, c
         run()
     endpoint.faults = said[2:]
     r = run()
-    assert numbers_of(r)["cut_prompts"] == 4 * cut and [e["steps"] for e in rows_of(r)] == [3] * 4
+    assert numbers_of(r)["cut_prompts"] == 4 * cut and [e["turns"] for e in rows_of(r)] == [3] * 4
     assert bool(cut) <= capsys.readouterr().err.count("server truncates it") <= 2 * cut
 
 
@@ -213,7 +213,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
         run()
     paid = len(endpoint.seen)
     assert paid == 5  # two tasks, two turns of test-2, the refusal
-    with pytest.raises(Refused, match="model_name"):  # what is paid for is another model's
+    with pytest.raises(UsageError, match="model_name"):  # what is paid for is another model's
         run("--model-name", "another")
     endpoint.answer = lambda messages: "c"
     r = run()
@@ -493,7 +493,7 @@ def test_a_request_that_is_refused_in_any_turn_is_handled_by_refused(endpoint, r
         run()
     endpoint.faults = [refusal]
     r = run("--refused", "zero")
-    assert [(e["ended"], e["steps"]) for e in rows_of(r)] == [("refused", turn), *[("budget", 3)] * 3]
+    assert [(e["ended"], e["turns"]) for e in rows_of(r)] == [("refused", turn), *[("turn_limit", 3)] * 3]
     assert numbers_of(r)["refused"] == 1
 
 
@@ -521,10 +521,10 @@ def test_reasoning_is_no_part_of_a_conversation_and_zero_usage_is_estimated(call
     None, dict(prompt_tokens=0, completion_tokens=0), dict(prompt_tokens=95, completion_tokens=4000)])
 def test_max_tokens_end_an_episode_by_what_the_messages_take(endpoint, run, tmp_path, usage):
     """A reply of 400 bytes is estimated as 100 tokens, and one of 1 byte as 1."""
-    for size, end in (400, ("context", 1)), (1, ("budget", 3)):
+    for size, end in (400, ("context_limit", 1)), (1, ("turn_limit", 3)):
         endpoint.faults = [answer(content="x" * size, usage=usage, reasoning="so")] * 99
         r = run("--max-tokens", 100, "--max-new-tokens", 50, "--out", tmp_path / str(size))
-        assert {(e["ended"], e["steps"]) for e in rows_of(r)} == {end}
+        assert {(e["ended"], e["turns"]) for e in rows_of(r)} == {end}
 
 
 class Steps:
@@ -612,7 +612,7 @@ def test_keys(endpoint, call, monkeypatch):
     assert "OPENAI_API_KEY is not set" in str(call((401, "who are you?", {}))[0])
     assert endpoint.seen[-1][1] is None
     monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
-    with pytest.raises(Refused, match="OPENAI_API_KEY") as error:
+    with pytest.raises(UsageError, match="OPENAI_API_KEY") as error:
         call()
     assert "secret" not in str(error.value)
     monkeypatch.setenv("OPENAI_API_KEY", "x")  # too short to be a secret that a reply gives away
@@ -652,7 +652,7 @@ def test_an_agent_that_vllm_serves_plays_as_its_run_evaluated_it(serve, small_ru
     main(["--env", "webshop", "--method", "chat", "--model", url, "--model-name", str(agent),
                    "--examples", "0", "--view", "short", "--eval-tasks", "2", "--out", str(tmp_path)],
                   Settings, Run, METHODS, "test")
-    rows, expected = ([[row[key] for key in ("task", "messages", "reward", "steps", "ended")]
+    rows, expected = ([[row[key] for key in ("task", "messages", "reward", "turns", "ended")]
                        for row in read_jsonl(file)] for file in (
         tmp_path / "eval-0-target-test.jsonl", small_run / "eval-1-target-test.jsonl"))
     assert rows == expected and len(rows) == 2
@@ -670,7 +670,7 @@ def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(start, small, tmp_
     first = start(*small, "--method", "eto", "--sft-lr", 1e-2, "--iterations", 1)
     again = start("--method", "evaluate", *small, "--model", first.folder / "iter1/target-agent",
                   "--out", tmp_path / "again")
-    kept = ("task", "ids", "messages", "reward", "steps", "ended")
+    kept = ("task", "ids", "messages", "reward", "turns", "ended")
     rows, expected = ([[row[key] for key in kept] for row in read_jsonl(r.folder / name)] for r, name in (
         (again, "eval-0-target-test.jsonl"), (first, "eval-1-target-test.jsonl")))
     assert rows == expected and len(rows) == 4
@@ -691,7 +691,7 @@ def test_what_does_not_go_together_is_refused():
             ("--model http://a:b/v1 --model-name m", "needs --method chat, and --method chat"),
             ("--model http://a/v1", "--model-name: give the model's name"),
             ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")]:
-        with pytest.raises(Refused, match=says):
+        with pytest.raises(UsageError, match=says):
             parsed(*argv.split())
     for argv in ("--method", "evaluate"), ("--model", "http://a/v1", "--model-name", "m"):
         for more, expected in ((), (0, 1)), (("--temperature", 1, "--rollouts", 4), (1, 4)):

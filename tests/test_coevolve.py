@@ -14,7 +14,7 @@ from conftest import make_tokenizer, plain_log_probs
 import coevolve
 from coevolve import Agent, Settings
 from common.files import read_json, read_jsonl, write_jsonl
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Group, Pair, Trajectory, pair_weight
 from engine.chat import Encoder
 from engine.records import read_pairs, write_pairs
@@ -107,7 +107,7 @@ def test_pairs_are_made_of_what_can_train_and_a_buffer_alone_has_what_was_earlie
     acts = dict(action_mask=[0, 1], ended="done")
     e = Trajectory("a", "expert", reward=1.0, ids=[1, 2], **acts)
     t = Trajectory("a", "target", 2, 0, reward=0.5, ids=[1, 3], **acts)
-    full = replace(t, rollout=1, reward=0.3, ended="context")
+    full = replace(t, rollout=1, reward=0.3, ended="context_limit")
     silent = replace(t, rollout=2, reward=0.2, action_mask=[0, 0])
     f = Trajectory("a", "failure", 2, 0, reward=0.25, ids=[1, 4], **acts)
     experts = written("experts", e)
@@ -143,7 +143,7 @@ def test_the_balance_of_section_4_3_does_not_depend_on_the_number_of_rollouts(n)
     assert sum(pair.sft_weight for pair in pairs) == pytest.approx(1)
     assert pair_weight([Group(pairs=pairs)]) == pytest.approx(2)
     assert Settings().denominator == "weights"
-    own[0].ended = "context"
+    own[0].ended = "context_limit"
     of_failures = [p.weight for p in coevolve.d_tgt(e, own, others, Settings(), Counter()) if p.kind == FF]
     assert of_failures == [1 / n ** 2] * (n * (n - 1))
 
@@ -193,7 +193,7 @@ def played(encoder, agent, reward, replies, task="a", iteration=1, ended="done")
         messages.append(dict(role="user", content="Page 1"))
     ids, mask = encoder.encode(messages[:-1], 1)
     return Trajectory(task, agent, iteration, ids=ids, action_mask=mask, reward=reward,
-                      steps=replies, ended=ended)
+                      turns=replies, ended=ended)
 
 
 def replies_in(t):
@@ -216,7 +216,7 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     assert [replies_in(x) for x in group.trajectories] == [2, 7, 7, 8]
     own, short, shorter, whole = group.trajectories
     assert short.ids == t.ids[:len(short.ids)] and short.ids[-1] == encoder.end_of_turn
-    assert (short.steps, short.ended, encoder.cut(t, 9)) == (7, "budget", t)
+    assert (short.turns, short.ended, encoder.cut(t, 9)) == (7, "turn_limit", t)
     assert [(pair.chosen, pair.rejected) for pair in group.pairs] == [
         (own, short), (own, shorter), (whole, short)]
     assert [pair.weight for pair in group.pairs] == [pair.weight for pair in pairs[:3]]
@@ -258,15 +258,15 @@ def test_ends_of_turns_and_of_the_episode_can_be_left_out(encoder):
     """What stays is the content of all replies, but of the one that ended the episode."""
     for ended_by, kept in dict(
             done="click[target 0]click[target 1]",
-            budget="click[target 0]click[target 1]click[target 2]").items():
+            turn_limit="click[target 0]click[target 1]click[target 2]").items():
         t = played(encoder, "target", 0.5, 3, ended=ended_by)
         mask = encoder.without_ends(t).action_mask
         acting = [i for i, acts in zip(t.ids, mask) if acts]
         assert encoder.decode(acting) == kept and encoder.end_of_turn not in acting
-    only = replace(t, ids=[1, encoder.end_of_turn], action_mask=[0, 1], steps=1)
+    only = replace(t, ids=[1, encoder.end_of_turn], action_mask=[0, 1], turns=1)
     assert encoder.without_ends(only) == only  # else nothing would be left
     # An end of turn that the agent did not write is no action token already.
-    added = replace(t, ids=[1, 7, 8, encoder.end_of_turn], action_mask=[0, 1, 1, 0], steps=1)
+    added = replace(t, ids=[1, 7, 8, encoder.end_of_turn], action_mask=[0, 1, 1, 0], turns=1)
     assert encoder.without_ends(added) == added
 
 
@@ -280,13 +280,13 @@ def test_a_file_of_pairs_names_what_it_compares(encoder, tmp_path):
     pairs = coevolve.d_tgt(e, [t], [], Settings(), Counter())
     write_pairs(SimpleNamespace(main=True), tmp_path / "pairs", pairs)
     assert read_pairs(tmp_path / "pairs", files) == pairs
-    with pytest.raises(Refused, match="pairs, line 1: .*'target', iteration 1, rollout 0, which is no"):
+    with pytest.raises(UsageError, match="pairs, line 1: .*'target', iteration 1, rollout 0, which is no"):
         read_pairs(tmp_path / "pairs", files[:1])
     write_jsonl(files[0], [e, replace(t, reward=0.25)])
-    with pytest.raises(Refused, match="two trajectories are called .*'target', 1, 0"):
+    with pytest.raises(UsageError, match="two trajectories are called .*'target', 1, 0"):
         read_pairs(tmp_path / "pairs", files)
     write_jsonl(files[0], [vars(e), dict(vars(e), note="odd")])
-    with pytest.raises(Refused, match="e, line 2: a trajectory has no 'note'; take it out"):
+    with pytest.raises(UsageError, match="e, line 2: a trajectory has no 'note'; take it out"):
         read_pairs(tmp_path / "pairs", files)
 
 
@@ -312,7 +312,7 @@ def test_sft_is_the_mean_over_the_experts_action_tokens(toy, small_model):
     for agent in "sft-target", "sft-failure":
         [line] = read_jsonl(run / f"{agent}/train.jsonl")
         assert line["loss"] == pytest.approx(-total / tokens, rel=1e-5)
-    assert said.count("failure is the target after SFT, but for rounding: all experts fit") == 1
+    assert said.count("failure and target are identical after SFT, up to rounding, because all") == 1
 
 
 def kinds_of(run, agents, agent):

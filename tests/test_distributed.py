@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 import coevolve
 import dpo
 from common.files import read_jsonl
-from engine import command, models, playing, run
+from engine import command, models, run
 from engine.chat import Encoder
-from engine.passes import fits_in_round, log_probs_in_passes
+from engine.forward_passes import distributed_log_probs, fits_in_round
 from envs import EnvError
 
 
@@ -45,18 +45,18 @@ def train(accelerator, folder, shard):
     if shard:  # a rank holds its part; 50 rows on 3 ranks are uneven
         held = sum(p.to_local().numel() for p in model.parameters())
         assert held * accelerator.num_processes < 1.3 * sum(p.numel() for p in model.parameters())
-    log_probs = partial(log_probs_in_passes, accelerator, tokens=40)
+    log_probs = partial(distributed_log_probs, accelerator, tokens=40)
     fits = partial(fits_in_round, tokens=40, ranks=accelerator.num_processes)
     dpo.add_references(model, groups, log_probs, fits)
     steps = [[groups[i] for i in batch] for batch in ([0, 1, 2], [3], [4, 5], [5, 0, 1], [2])]
     log = list(dpo.train(model, dpo.adamw(model, 0.01), steps, dpo.learning_rates(5, 1e-3, 0.5, True),
                          partial(dpo.preference_loss, beta=0.1), dpo.pair_count, log_probs,
                          fits=fits))
-    plays = models.copy_that_plays(model, torch.float32)  # as evolve.py's agents do in training
+    plays = models.make_inference_copy(model, torch.float32)  # as evolve.py's agents do in training
     ids = torch.tensor([random_trajectories(9)[0].ids])
     moved = (plays(ids).logits - model(ids).logits).abs().max().item()
     models.save(accelerator, model, Encoder(make_tokenizer("chatml")), folder / "after")
-    alone = log_probs_in_passes(accelerator, model, random_trajectories(9, 30), 0).tolist()
+    alone = distributed_log_probs(accelerator, model, random_trajectories(9, 30), 0).tolist()
     return dict(log=log, reference=[t.reference for t in dpo.trajectories_of(groups)], alone=alone,
                 moved=moved)
 
@@ -95,7 +95,7 @@ def test_ranks_whole_or_in_parts_train_like_one_process(ranks, shard, one, tmp_p
 
 def in_parts(accelerator, folder, family):
     """What each rank knows of how a model in parts ends texts; and a pass over a text by it."""
-    model = models.load_in_parts(accelerator, folder / family, recompute=False)
+    model = models.load_sharded(accelerator, folder / family, recompute=False)
     known = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(known, model.generation_config.to_dict())
     whole = models.read_model(folder / family)
@@ -159,7 +159,7 @@ class Gone(Toy):
 
 
 def test_an_error_on_one_rank_ends_all(small_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(playing, "WAITS", ())
+    monkeypatch.setattr(rollouts, "WAITS", ())
     out, said = tmp_path / "run", tmp_path / "said"
     assert 0 not in start(2, said, Gone, "--model", small_model, "--out", out)
     assert "the shop of rank 1 is gone; start it again" in said.read_text()
@@ -178,7 +178,7 @@ def bf16(accelerator, folder, shard):
             lambda module, inputs, output: seen.add(output.dtype))
         before = whole(model)
         groups = [group(str(i), seed=i) for i in range(3)]
-        log_probs = partial(log_probs_in_passes, accelerator, tokens=1000)
+        log_probs = partial(distributed_log_probs, accelerator, tokens=1000)
         dpo.add_references(model, groups, log_probs)
         loss = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.0)
         [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,

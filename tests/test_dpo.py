@@ -12,7 +12,7 @@ from conftest import make_model
 
 import dpo
 from dpo import Group, Pair, Trajectory
-from engine.passes import log_probs_in_passes
+from engine.forward_passes import distributed_log_probs
 from engine.sampling import Sampler
 
 VOCABULARY = 50
@@ -86,7 +86,7 @@ def test_log_probs_of_padded_passes_are_those_of_one_token_at_a_time(
     some[2].action_mask = [0] * 15  # a trajectory without an action adds nothing
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "forward", noted)
-        found = log_probs_in_passes(ONE, model, some, tokens, Sampler(0.7, never).scores)
+        found = distributed_log_probs(ONE, model, some, tokens, Sampler(0.7, never).process_logits)
 
     acting = some[:2] + some[3:]
     expected = torch.cat([brute_force(model, t, never, 0.7) for t in acting])     # (A,)
@@ -132,7 +132,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob):
     groups = [group("a", 1), group("b", 2)]
     beta, lambda_dpo, lambda_sft = 0.3, 0.7, 0.2
     terms, statistics = loss_of(model, groups, beta=beta, lambda_dpo=lambda_dpo,
-                                lambda_sft=lambda_sft, log_prob=log_prob)
+                                lambda_sft=lambda_sft, log_prob_reduction=log_prob)
 
     of_dpo = of_sft = 0.0
     sums = Counter()  # what the log says of the failures' pairs
@@ -147,7 +147,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob):
         of_dpo = of_dpo + lambda_dpo * pair.weight * torch.log(1 + torch.exp(-z))
         # Eq. (9): + lambda_SFT times -log pi(e_w|u)
         of_sft = of_sft - lambda_sft * pair.sft_weight * w
-        assert pair.seen == [pytest.approx((w.item(), l.item(), z.item()), abs=1e-9)]
+        assert pair.history == [pytest.approx((w.item(), l.item(), z.item()), abs=1e-9)]
         if pair.kind == "failure>failure":
             sums.update(chosen=w.item(), rejected=l.item(), margin=z.item(), count=1,
                         reward_chosen=beta * ratio_w.item(),
@@ -253,7 +253,7 @@ def test_a_loss_that_is_not_finite_names_the_tasks_and_moves_nothing():
 
 @pytest.mark.parametrize("dtype, mode, last, says", [
     (torch.float64, "train", [0, 0, 1], "training mode, .* use model.eval()"),
-    (torch.bfloat16, "eval", [0, 0, 1], "torch.bfloat16, .*; read the model with dtype="),
+    (torch.bfloat16, "eval", [0, 0, 1], "torch.bfloat16, .*; load the model with dtype="),
     # The very first token is predicted by nothing.
     (torch.float64, "eval", [1, 0, 0], "task 't', .* no action tokens .*; leave it out"),
 ])

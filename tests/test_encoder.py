@@ -9,7 +9,7 @@ from conftest import CHATML, CONVERSATION, TEMPLATES, make_tokenizer
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Trajectory
 from engine.chat import Encoder
 
@@ -119,7 +119,7 @@ def test_a_template_is_right_as_a_whole_or_refused_in_a_line(template, says):
     if says is None:
         Encoder(tokenizer)
         return
-    with pytest.raises(Refused, match=says) as refusal:
+    with pytest.raises(UsageError, match=says) as refusal:
         Encoder(tokenizer)
     assert "\n" not in str(refusal.value).replace("\\n", "")
 
@@ -205,7 +205,7 @@ def test_no_variant_of_a_control_token_adds_one(name, normalized, special):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special,
                                         chat_template=CHATML.replace("<|im_end|>", special))
     encoder = Encoder(tokenizer)
-    control = set(tokenizer.convert_tokens_to_ids(encoder.control_tokens))
+    control = set(tokenizer.convert_tokens_to_ids(encoder.special_tokens))
     count = sum(i in control for i in encoder.observation("page"))
     tokens = ["<|im_start|>", special, special.swapcase()]
     for token, other in itertools.product(tokens, tokens):
@@ -263,7 +263,7 @@ def test_decoding_changes_no_blank():
 def test_the_ends_of_replies_are_found_by_counting_turns(name):
     """Also of a reply that begins with a stop: it keeps no token, and its end of turn is added."""
     encoder = Encoder(make_tokenizer(name))
-    t = Trajectory(steps=3)
+    t = Trajectory(turns=3)
     t.extend(encoder.start(CONVERSATION[:1]), is_action=False)
     ends = []
     for reply in "click[a]", "", "click[b]":
@@ -287,13 +287,13 @@ def test_the_ends_of_replies_are_found_by_counting_turns(name):
     (dict(role="assistant", content="a", tool_calls=[]), "turn 2 has role, content, tool_calls"),
     (dict(role="assistant"), "turn 2 has role")])
 def test_a_conversation_of_another_form_is_refused(turn, says, encoder):
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(UsageError, match=says):
         encoder.encode([CONVERSATION[0], turn], 1)
 
 
 def test_a_page_that_is_no_text_is_refused(encoder):
     for page in "half \udc00", None, b"bytes":
-        with pytest.raises(Refused, match="no text|half a character"):
+        with pytest.raises(UsageError, match="no text|half a character"):
             encoder.observation(page)
 
 
@@ -305,12 +305,12 @@ def test_a_token_without_a_row_is_refused_by_name_where_a_text_has_it():
     rows = len(tokenizer)
     tokenizer.add_tokens(["zebra"])
     encoder = Encoder(tokenizer, rows)  # no text of the template's has it: no harm
-    assert rows not in encoder.sampler().never
-    with pytest.raises(Refused, match="'zebra' .* no row in the model's embedding"):
+    assert rows not in encoder.sampler().suppressed_ids
+    with pytest.raises(UsageError, match="'zebra' .* no row in the model's embedding"):
         encoder.reply("a zebra")
     late = make_tokenizer("chatml", template=CHATML.replace("<|im_end|>", "<|turn_end|>"))
     late.add_special_tokens(dict(additional_special_tokens=["<|turn_end|>"]))
-    with pytest.raises(Refused, match="turn_end"):
+    with pytest.raises(UsageError, match="turn_end"):
         Encoder(late, rows)
 
 
@@ -319,7 +319,7 @@ def test_the_sampler_draws_text_and_ends_of_turn_alone():
     tokenizer = make_tokenizer("chatml")
     size = len(tokenizer)
     start, end, pad = (tokenizer.convert_tokens_to_ids(t) for t in TEMPLATES["chatml"][1])
-    assert {*Encoder(tokenizer, size + 2).sampler(0.7).never} == {start, pad, size, size + 1}
+    assert {*Encoder(tokenizer, size + 2).sampler(0.7).suppressed_ids} == {start, pad, size, size + 1}
 
     known = json.loads(tokenizer.backend_tokenizer.to_str())
     known["added_tokens"][end]["id"] = known["model"]["vocab"]["<|im_end|>"] = size + 6
@@ -329,7 +329,7 @@ def test_the_sampler_draws_text_and_ends_of_turn_alone():
         encoder = Encoder(moved, rows)
         assert encoder.end_of_turn == encoder.reply("a mug")[-1] == size + 6
         no_text = {start, end, pad, *range(size, rows or size + 7)} - {size + 6}
-        assert {*encoder.sampler().never} == no_text
+        assert {*encoder.sampler().suppressed_ids} == no_text
 
 
 def test_a_fingerprint_tells_templates_and_tokenizers_apart():

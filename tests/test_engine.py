@@ -16,12 +16,12 @@ from family_models import tiny_model
 from test_dpo import VOCABULARY, random_trajectories
 from transformers import GPT2Config, GPT2LMHeadModel, MptConfig, XLNetConfig
 
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Trajectory
-from engine import kept, models, shared, trial
+from engine import kv_cache, models, prefix_sharing, self_check
 from engine.chat import Encoder
-from engine.kept import Kept
-from engine.sampling import Draw, Reply, Sampler, replies
+from engine.kv_cache import CachedGenerator
+from engine.sampling import Reply, Sampler, TokenSampler, generate_replies
 
 # ---------------------------------------------------------------------------------------- models
 
@@ -167,7 +167,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(words):
 
     made = [Reply(SimpleNamespace(random=iter([u]).__next__)) for u in draws]
     encoder = SimpleNamespace(end_of_turn=-1, decode=lambda ids: "a")
-    found = Draw(Sampler(0.7, never), encoder, ())(made, logits)[:, 0].tolist()
+    found = TokenSampler(Sampler(0.7, never), encoder, ())(made, logits)[:, 0].tolist()
     assert [reply.ids for reply in made] == [[word] for word in found]
     assert all(0 < word < words - 1 for word in found)
     for row, u, word in [*zip(p.cumsum(-1), draws, found)][100:]:  # at the ends p may be 1e-9
@@ -178,7 +178,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(words):
 
 
 def test_logits_that_are_no_numbers_are_no_reply():
-    draw = Draw(Sampler(), SimpleNamespace(end_of_turn=3), ())
+    draw = TokenSampler(Sampler(), SimpleNamespace(end_of_turn=3), ())
     with pytest.raises(FloatingPointError):
         draw([Reply(random.Random(0))], torch.tensor([[0.0, math.nan, 1.0]]))
 
@@ -199,10 +199,10 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, sto
     if temperature:  # some end before others
         assert len({len(new) for new, *_ in expected}) > 1
 
-    draw = Draw(encoder.sampler(temperature), encoder, stops)
-    for way in trial.REPLIES:
+    draw = TokenSampler(encoder.sampler(temperature), encoder, stops)
+    for way in self_check.REPLY_BACKENDS:
         asked = [(Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(prompts)]
-        found = trial.answer_of(way, model, draw, 6, 200, 40, 60)(asked)
+        found = self_check.make_generator(way, model, draw, 6, 200, 40, 60)(asked)
         for (new, logs), (_, rng), (ids, log_probs, number) in zip(
                 found, asked, expected, strict=True):
             assert (new, rng.random()) == (ids, number)  # both have drawn as many
@@ -215,8 +215,8 @@ def test_a_models_own_generation_config_penalises_nothing(small_model, base_with
     found = []
     for folder in [small_model, base_with(PENALTIES)]:
         model = models.read_model(folder).eval()
-        draw = Draw(Sampler(0.0), encoder, ())
-        found += replies(model, draw, 20, [([5, 6, 7], random.Random(0))])
+        draw = TokenSampler(Sampler(0.0), encoder, ())
+        found += generate_replies(model, draw, 20, [([5, 6, 7], random.Random(0))])
     (plain, _), (penalised, _) = found
     assert plain == penalised
     assert len(set(plain)) < len(plain)  # it repeats itself
@@ -263,16 +263,16 @@ def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
     """Whichever rows come and go, in whatever order, read by chunks and passes of any size; with
     windows shorter than the texts."""
     model = family_model(family, words)
-    draw = Draw(words.sampler(temperature), words, ())
+    draw = TokenSampler(words.sampler(temperature), words, ())
     expected = conversations(
-        lambda asked: replies(model, draw, 9, [(t.ids, rng) for t, rng in asked]))
-    monkeypatch.setattr(kept, "CHUNK", chunk)
+        lambda asked: generate_replies(model, draw, 9, [(t.ids, rng) for t, rng in asked]))
+    monkeypatch.setattr(kv_cache, "PREFILL_CHUNK", chunk)
     read = []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, given: read.append(given[0].numel()))
     for order in list, reversed:
         read.clear()
-        answer = Kept(model, draw, 8, 200, 9, tokens)
+        answer = CachedGenerator(model, draw, 8, 200, 9, tokens)
         found = conversations(answer, lambda asked: [*order(asked)])
         for seed, t in found.items():
             assert t.ids == expected[seed].ids
@@ -284,9 +284,9 @@ def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
 
 def test_a_kept_reply_ends_where_the_context_is_full(words):
     model = family_model("llama", words)
-    draw = Draw(Sampler(0.7, trial.never_of(words)), words, ())
+    draw = TokenSampler(Sampler(0.7, self_check.suppressed_ids_of(words)), words, ())
     t = Trajectory(ids=[*range(10, 35)])
-    [(reply, _)] = Kept(model, draw, 1, 30, 20, 100)([(t, random.Random(0))])
+    [(reply, _)] = CachedGenerator(model, draw, 1, 30, 20, 100)([(t, random.Random(0))])
     assert len(t.ids) + len(reply) == 30
 
 
@@ -312,15 +312,15 @@ def branches():
 def test_passes_that_share_are_plain_passes_and_so_are_their_gradients(tokens, part, monkeypatch):
     model = make_model(VOCABULARY).eval()
     some = branches()
-    scores = Sampler(0.7, (3, 11)).scores
+    logits_processor = Sampler(0.7, (3, 11)).process_logits
     expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask, (3, 11), 0.7) for t in some])
     wanted = gradient_of(model, expected)
-    model.set_attn_implementation("shared")
-    monkeypatch.setattr(shared, "PART", part)
+    model.set_attn_implementation("prefix_sharing")
+    monkeypatch.setattr(prefix_sharing, "ATTENTION_TOKENS", part)
     read = []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, given: read.append(given[0].numel()))
-    found = shared.log_probs(model, some, tokens, scores)
+    found = prefix_sharing.log_probs(model, some, tokens, logits_processor)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(gradient_of(model, found), wanted, atol=1e-5, rtol=1e-5)
     if tokens == 10_000:  # every distinct beginning once
@@ -339,24 +339,24 @@ def gradient_of(model, log_probs):
 
 
 LONGEST = 64  # tokens of a text: four of the models' windows
-BOTH = ["shared", "padded"]
+BOTH = ["prefix_sharing", "padded"]
 
 
 @pytest.mark.parametrize("family, answer, passes", [
-    ("gpt2", "kept", BOTH), ("gpt_oss", "kept", ["padded"]), ("mamba", "side by side", ["padded"]),
-    ("minimax", "alone", ["padded"])])
+    ("gpt2", "kv_cache", BOTH), ("gpt_oss", "kv_cache", ["padded"]), ("mamba", "batched", ["padded"]),
+    ("minimax", "single", ["padded"])])
 def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, words):
     """Also of a model in bf16, which is tried in fp32; it leaves the model's attention as it was."""
     model = family_model(family, words).to(torch.bfloat16)
     attention = model.config._attn_implementation
-    assert trial.trial(model, words, LONGEST) == dict(replies=answer, passes=passes)
+    assert self_check.select_backends(model, words, LONGEST) == dict(replies=answer, passes=passes)
     assert model.config._attn_implementation == attention
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_a_model_whose_cached_decoding_is_wrong_is_refused_by_name(words):
-    with pytest.raises(Refused, match="^MoshiForCausalLM cannot be used: its replies have other log-prob"):
-        trial.trial(family_model("moshi", words), words, LONGEST)
+    with pytest.raises(UsageError, match="MoshiForCausalLM cannot be used: its replies have other log-prob"):
+        self_check.select_backends(family_model("moshi", words), words, LONGEST)
 
 
 def later_windows(real):
@@ -376,13 +376,13 @@ def later_positions(real):
 
 
 @pytest.mark.parametrize("family, holder, name, wrong, answer, passes", [
-    ("gemma3_text", kept, "windows_of", later_windows, "side by side", ["padded"]),
-    ("llama", Kept, "masks", earlier_masks, "side by side", BOTH),
-    ("gpt2", shared, "row_of", later_positions, "kept", ["padded"])])
+    ("gemma3_text", kv_cache, "window_sizes", later_windows, "batched", ["padded"]),
+    ("llama", CachedGenerator, "masks", earlier_masks, "batched", BOTH),
+    ("gpt2", prefix_sharing, "pack_prefix_tree", later_positions, "kv_cache", ["padded"])])
 def test_a_trial_finds_what_is_one_off(
         family, holder, name, wrong, answer, passes, words, monkeypatch):
     monkeypatch.setattr(holder, name, wrong(getattr(holder, name)))
-    found = trial.trial(family_model(family, words), words, LONGEST)
+    found = self_check.select_backends(family_model(family, words), words, LONGEST)
     assert found == dict(replies=answer, passes=passes)
 
 
@@ -391,8 +391,8 @@ def test_a_trial_finds_what_is_one_off(
     (torch.AcceleratorError("an illegal access"), torch.AcceleratorError, "illegal"),
     (RuntimeError("DefaultCPUAllocator: can't allocate"), MemoryError, "can't allocate"),
     (OSError("No space left on device"), OSError, "No space left"),
-    (RuntimeError("no such kernel\nand where"), Refused, "cannot be used: no such kernel; use another"),
-    (KeyError("past_key_values"), Refused, "cannot be used: KeyError 'past_key_values'; use another")])
+    (RuntimeError("no such kernel\nand where"), UsageError, "cannot be used: no such kernel; use another"),
+    (KeyError("past_key_values"), UsageError, "cannot be used: KeyError 'past_key_values'; use another")])
 def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, words, monkeypatch):
     """What the machine lacks is passed on from the first way that meets it."""
     calls = []
@@ -404,20 +404,20 @@ def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, wor
     model = family_model("llama", words)
     monkeypatch.setattr(model, "forward", failing)
     with pytest.raises(seen, match=says):
-        trial.trial(model, words)
-    assert len(calls) == 1 or seen is Refused
+        self_check.select_backends(model, words)
+    assert len(calls) == 1 or seen is UsageError
 
 
 def test_a_trial_has_a_text_between_its_shortest_and_its_longest(words):
     """Of 72, 72 and 24 tokens; then one of a third of 96, which grows by 24 to at most 56."""
-    assert [*map(len, trial.texts_of(words, 96))] == [72, 72, 24, 32]
-    assert [*map(len, trial.texts_of(words, 64))] == [40, 40, 21]
+    assert [*map(len, self_check.random_sequences(words, 96))] == [72, 72, 24, 32]
+    assert [*map(len, self_check.random_sequences(words, 64))] == [40, 40, 21]
 
 
 def test_a_model_is_not_asked_for_more_positions_than_it_has(words):
-    config = GPT2Config(vocab_size=words.rows, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    config = GPT2Config(vocab_size=words.vocabulary_size, n_positions=64, n_embd=16, n_layer=1, n_head=2)
     model = GPT2LMHeadModel(config).eval()
-    assert trial.trial(model, words, 64)["passes"]
-    with pytest.raises(Refused, match="it has 64 positions, lower --max-tokens 128$"):
-        trial.trial(model, words, 128)
+    assert self_check.select_backends(model, words, 64)["passes"]
+    with pytest.raises(UsageError, match="it has 64 positions, lower --max-tokens 128$"):
+        self_check.select_backends(model, words, 128)
     assert models.positions_of(MptConfig()) == models.positions_of(XLNetConfig()) == math.inf

@@ -22,7 +22,7 @@ class Echo(envs.Environment):
     """The least that an environment has to be."""
     name = "echo"
     test_splits = ("test",)
-    max_steps = 2
+    max_turns = 2
 
     def __init__(self, view="full"):
         super().__init__(view)
@@ -75,7 +75,7 @@ def test_an_environment_of_ones_own_has_the_rest_from_Environment():
     assert env.step("blue").done
     assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
     for missing in (env.expert, env.task_generator, lambda: env.tasks("dev")):
-        with pytest.raises(environments.Refused, match="^echo: [^\n]*$"):
+        with pytest.raises(environments.UsageError, match="^echo: [^\n]*$"):
             missing()
 
 
@@ -182,7 +182,7 @@ WRONG = {
         ({"item_id": "echo_0", "conversations": []}, "id"), ({"task": "echo-train-0", "messages": []}, "reward"), ({}, "task"), ([1], "task")],
     "there is no reply in it": [
         *((row(messages=row()["messages"][:n], **more), "") for n in (0, 1) for more in (
-            {}, dict(ended="context", steps=2), dict(ended="done", steps=0))),
+            {}, dict(ended="context_limit", turns=2), dict(ended="done", turns=0))),
         *((listed(conversations=listed()["conversations"][:n]), "") for n in range(4))],
     "its turns are not user and assistant in turn": [(turn(2, role="assistant"), "")],
     "reward NAME is not in .0, 1.": [
@@ -205,7 +205,7 @@ def test_what_is_wrong_with_an_expert_is_said_with_its_place(tmp_path, says):
         else:
             place = "line 2"
             file.write_text(json.dumps(row()) + "\n" + json.dumps(entry) + "\n")
-        with pytest.raises(environments.Refused, match=rf"^--experts {file}, {place}: {says.replace('NAME', name)}[^\n]*$"):
+        with pytest.raises(environments.UsageError, match=rf"^--experts {file}, {place}: {says.replace('NAME', name)}[^\n]*$"):
             expert_files.read_experts(str(file), Echo())
 
 
@@ -258,5 +258,5 @@ def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):
         messages, reward = environments.converse(made, made.reset("echo-train-0"), environments.saying(["red"]))
         file.write_text(json.dumps(dict(task="echo-train-0", messages=messages, reward=reward)))
         assert [*expert_files.experts(made, str(file), 0)] == [("echo-train-0", messages, 1.0)]
-        with pytest.raises(environments.Refused, match="echo-train-0 is another task here.*--view"):
+        with pytest.raises(environments.UsageError, match="echo-train-0 is another task here.*--view"):
             next(expert_files.experts(played, str(file), 0))

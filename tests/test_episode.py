@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from conftest import LIMIT, Toy, one_token_at_a_time
 
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Trajectory
-from engine import playing
-from engine.sampling import Draw
-from engine.trial import answer_of
+from engine import rollouts
+from engine.sampling import TokenSampler
+from engine.self_check import make_generator
 from envs import EnvError, Step, episode
 
 
 class Echo(Toy):
     """Pages of uneven length that depend on what the agent wrote."""
-    max_steps = 4
+    max_turns = 4
 
     def reset(self, task):
         self.n = int(self.find(task).split("-")[-1])
@@ -34,11 +34,11 @@ class Echo(Toy):
 def play(agent, make_env=Echo, temperature=1.0, slots=3):
     """Eight episodes, each with random numbers of its own, as a run plays them; each ends once."""
     model, encoder = agent
-    draw = Draw(encoder.sampler(temperature), encoder, Echo.stops)
-    answer = answer_of("kept", model, draw, slots, 400, 8, 100)
+    draw = TokenSampler(encoder.sampler(temperature), encoder, Echo.stops)
+    answer = make_generator("kv_cache", model, draw, slots, 400, 8, 100)
     trajectories = [Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in range(8)]
     over = []
-    playing.play(make_env, encoder, trajectories, answer, slots, 400, over.append)
+    rollouts.play(make_env, encoder, trajectories, answer, slots, 400, over.append)
     assert sorted(t.task for t in over) == [t.task for t in trajectories]
     return trajectories
 
@@ -91,7 +91,7 @@ def test_an_episode_by_hand(encoder):
     read, written = [0] * len(start), [1] * len(whole)
     assert t.action_mask == read + written + [0] * len(page) + [1] * len(kept) + [0]
     assert t.log_probs == log_probs_of(whole) + log_probs_of(kept)
-    assert (t.reward, t.raw_reward, t.steps, t.ended) == (0.5, 1.0, 2, "done")
+    assert (t.reward, t.raw_reward, t.turns, t.ended) == (0.5, 1.0, 2, "done")
 
 
 def test_an_episode_whose_context_is_full_ends_there(encoder):
@@ -100,22 +100,22 @@ def test_an_episode_whose_context_is_full_ends_there(encoder):
     start, _ = scripted(encoder, [None])
     size = len(start.ids)
     assert start.ids == encoder.start(start.messages)
-    assert (start.ended, start.steps, start.reward) == ("context", 0, 0.0)
+    assert (start.ended, start.turns, start.reward) == ("context_limit", 0, 0.0)
 
     # A reply that fills it is taken back whole, with its log-probabilities.
     t, _ = scripted(encoder, [reply], size + 10)
-    assert (t.ids, t.log_probs, t.ended) == (start.ids, [], "context")
+    assert (t.ids, t.log_probs, t.ended) == (start.ids, [], "context_limit")
     assert t.messages == start.messages
 
     # So is a page after which no reply would fit; the reply before it stays, and its reward.
     t, _ = scripted(encoder, [reply], size + 11)
     assert t.ids == start.ids + reply + [encoder.end_of_turn]
-    assert (t.steps, t.reward, t.ended, len(t.messages)) == (1, 0.25, "context", 2)
+    assert (t.turns, t.reward, t.ended, len(t.messages)) == (1, 0.25, "context_limit", 2)
 
     # An opening that fills it is never shown.
     t = Trajectory("toy-train-3", reward=1.0)
     assert list(episode(Echo(), encoder, t, size)) == []
-    assert (t.ids, t.messages, t.reward, t.ended) == ([], [], 0.0, "context")
+    assert (t.ids, t.messages, t.reward, t.ended) == ([], [], 0.0, "context_limit")
 
 
 def played_alone(agent, task, seed, temperature):
@@ -149,7 +149,7 @@ def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
         assert (t.ids, t.action_mask, t.reward) == alone
         assert t.log_probs == pytest.approx(logs, abs=1e-5)
         # Every third task is done after two replies.
-        assert (t.ended, t.steps) == (("budget", 4) if n % 3 else ("done", 2))
+        assert (t.ended, t.turns) == (("turn_limit", 4) if n % 3 else ("done", 2))
         words.update(i for i, acts in zip(t.ids, t.action_mask) if acts)
     assert len(words) > 10, "a model that repeats itself would hide a wrong cache"
 
@@ -181,7 +181,7 @@ def breaking(*at, error=EnvError("the shop is gone")):
 
 
 def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agent, monkeypatch):
-    monkeypatch.setattr(playing, "WAITS", [0.0] * 12)
+    monkeypatch.setattr(rollouts, "WAITS", [0.0] * 12)
     expected = play(agent)
     closed = []
     env = breaking(*random.Random(0).sample(range(1, 40), 12))
@@ -196,7 +196,7 @@ def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agen
 def test_an_environment_that_breaks_for_good_ends_the_play(agent, monkeypatch):
     """After the waits; what it was playing is no trajectory, least of all a failure."""
     waits = []
-    monkeypatch.setattr(playing.time, "sleep", waits.append)
+    monkeypatch.setattr(rollouts.time, "sleep", waits.append)
     env = breaking(*range(9, 999))
     with pytest.raises(EnvError, match="the shop is gone"):
         play(agent, env, slots=1)
@@ -204,9 +204,9 @@ def test_an_environment_that_breaks_for_good_ends_the_play(agent, monkeypatch):
     assert env.calls == 9 + 3
 
 
-@pytest.mark.parametrize("error", [KeyError("a bug"), Refused("flag")])
+@pytest.mark.parametrize("error", [KeyError("a bug"), UsageError("flag")])
 def test_a_bug_or_a_wrong_setting_is_no_fault_of_the_environment(agent, error, monkeypatch):
-    monkeypatch.setattr(playing.time, "sleep", lambda seconds: pytest.fail("it was repeated"))
+    monkeypatch.setattr(rollouts.time, "sleep", lambda seconds: pytest.fail("it was repeated"))
     with pytest.raises(type(error)) as raised:
         play(agent, breaking(12, error=error))
     assert raised.value is error
@@ -222,7 +222,7 @@ class Hole(Toy):
 
 
 def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(playing, "WAITS", [0.0])
+    monkeypatch.setattr(rollouts, "WAITS", [0.0])
     with pytest.raises(SystemExit, match="^toy-train-4: the shop is gone; start it again. Fix this"):
         toy_run("--method", "eto", env=Hole)
     run = tmp_path / "run"
@@ -234,7 +234,7 @@ def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, mo
 
 
 def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch):
-    monkeypatch.setattr(playing, "WAITS", [])
+    monkeypatch.setattr(rollouts, "WAITS", [])
     release = threading.Event()
     went_on = []
 

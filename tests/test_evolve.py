@@ -13,7 +13,7 @@ from conftest import ended, fork_ranks, kills_until_it_ends, plain_log_probs
 
 import evolve
 from common.files import read_json, read_jsonl, write_jsonl
-from common.settings import Refused, parse, settings_of
+from common.settings import UsageError, parse, settings_of
 from dpo import Trajectory
 from engine import models
 from engine import run as engine_run
@@ -364,7 +364,7 @@ def test_patterns_count_what_was_carried_out_alone(shop, databases):
 class Letters(Environment):
     """Pays (sum of the reply's letters and the task's number, modulo 5) / 4; any number is a task.
     """
-    name, test_splits, max_steps, stops = "letters", ("test",), 1, ("Observation:",)
+    name, test_splits, max_turns, stops = "letters", ("test",), 1, ("Observation:",)
     splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(6, 9)}}
 
     def add(self, task):
@@ -498,7 +498,7 @@ def test_the_task_set_grows_from_signals(run):
     assert {row["signal"] for row in rows(other, "iter1/explored.jsonl")} == {"random"}
     assert len(rows(other, "iter1/explored.jsonl")) == len(rows(r, "iter1/explored.jsonl"))
     # D is of tasks in an order, by which they have their ids.
-    with pytest.raises(Refused, match="letters-added-1 would get the id letters-added-0; restore"):
+    with pytest.raises(UsageError, match="letters-added-1 would get the id letters-added-0; restore"):
         evolve.env_with(r, d[2][1:])
 
 
@@ -525,7 +525,7 @@ def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_
     assert first["kl"] == pytest.approx(0, abs=1e-4) and abs(second["kl"]) > 1e-3
     assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))
 
-    never = r.encoder.sampler().never
+    never = r.encoder.sampler().suppressed_ids
     trained = with_advantages(r.folder / "iter2/target-agent/episodes.jsonl")
     kl = sum(apart(r.folder / "iter1/target-agent", small_model, t, never) for t, _ in trained)
     assert second["kl"] == pytest.approx(kl / len(trained), abs=1e-3)
@@ -560,7 +560,7 @@ class Fixed(Letters):
     ("letters: this environment makes no new tasks", Fixed, dict(start_from="train")),
     ("letters: this environment makes no new tasks", Fixed, dict(method="grpo"))])
 def test_tasks_that_cannot_be_had_are_refused(said, env_type, more, run, tmp_path):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UsageError, match=said):
         run(env_type=env_type, **more)
     if env_type is Fixed:  # before anything runs
         assert read_json(tmp_path / "run/phases.json") == {}
@@ -648,9 +648,9 @@ def test_two_sharded_processes_evolve_like_one(run, tmp_path):
 def test_a_copy_of_a_live_model_answers_as_it_does(run):
     r = run(None)
     model = r.load(r.base)
-    assert r.replica(model) is model
+    assert r.inference_copy(model) is model
     r.machine.bf16 = True
-    copied, read_again = r.replica(model), r.replica(r.base)
+    copied, read_again = r.inference_copy(model), r.inference_copy(r.base)
     ids = torch.tensor([r.encoder.start([dict(role="user", content="say")])])
     assert copied is not model and copied.dtype == torch.bfloat16
     assert torch.equal(copied(input_ids=ids).logits, read_again(input_ids=ids).logits)
@@ -665,7 +665,7 @@ def test_a_copy_of_a_live_model_answers_as_it_does(run):
     ("--step-rollouts 1", "must be at least 2"), ("--grpo-temperature 0", "at least 0.001"),
     ("--signals forgetting,luck", "must be a comma-separated list of forgetting,boundary,rare")])
 def test_settings_that_make_no_sense_are_refused(argv, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UsageError, match=said):
         parse(argv.split(), evolve.Settings, evolve.METHODS, environment)
 
 

@@ -86,7 +86,7 @@ def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explor
     gold = finds[0]["task"]["gold"]
     assert finds[0]["solution"] == ["SHOW TABLES", gold, "submit"]  # what it wrote
     assert generator.refusal(finds[0]["task"]) is None and generator.verify(finds[0]) is None
-    assert [t.steps for t in episodes] == [10, 10]
+    assert [t.turns for t in episodes] == [10, 10]
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
     assert taken["cut_prompts"] == 2 * 9  # an endpoint that always reads 100 tokens
@@ -103,7 +103,7 @@ def test_proposals_of_another_form_are_counted_and_never_mended(explore):
     assert {evolve.refusal(None, row, set(), [], 1.0) for row in finds} == {
         "not of the form that was asked for"}
     assert all(m["role"] != "user" or "Error" in m["content"] for m in episodes[0].messages[1:])
-    assert episodes[0].steps == 10  # not a submission
+    assert episodes[0].turns == 10  # not a submission
     assert {m["content"] for m in episodes[0].messages if m["role"] == "assistant"} == {
         "DROP TABLE x; --"}
 

@@ -20,14 +20,14 @@ from family_models import CLASSES, MUSIC, default, tiny_model
 import coevolve
 import dpo
 from common.files import read_jsonl
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Trajectory
-from engine import models, shared
+from engine import models, prefix_sharing
 from engine.chat import Encoder
 from engine.records import read
 from engine.run import Run
-from engine.sampling import Draw, Sampler
-from engine.trial import answer_of, trial
+from engine.sampling import Sampler, TokenSampler
+from engine.self_check import make_generator, trial
 from environments import environment
 
 LISTS = (Path(__file__).parent / "data" / "families.md").read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def tried(family: str, folder, encoder) -> tuple[dict, torch.nn.Module | None]:
     try:
         ways = trial(models.read_model(folder).eval(), encoder, LONGEST)
         return ways, models.read_model(folder).eval()
-    except Refused:
+    except UsageError:
         return dict(replies="refused", passes=[]), None
 
 
@@ -77,7 +77,7 @@ def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
         family, encoder, tmp_path):
     ways, model = tried(family, tmp_path, encoder)
     if f"transformers {transformers.__version__}" in LISTS:
-        assert listed().get(family, "kept") == ways["replies"], "this file prints the lists"
+        assert listed().get(family, "kv_cache") == ways["replies"], "this file prints the lists"
     if model:
         assert ways["passes"]
         assert_replies_are_right(model, encoder, ways["replies"])
@@ -90,7 +90,7 @@ def assert_replies_are_right(model, encoder, way):
     """In two turns of three conversations, of which then one ends and another begins, each token
     has the log-probability of a plain pass over the whole text. Who talks beside changes nothing.
     """
-    never = (*encoder.sampler().never, encoder.end_of_turn)
+    never = (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
     together = conversations(model, encoder, way, never, range(4))
     for t in together:
         plain = plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
@@ -105,7 +105,7 @@ def conversations(model, encoder, way, never, which):
              for n, ids in enumerate([*texts, texts[1] + [7, 8]])]
     told = rng.choices(texts[0], k=6)
     attention = model.config._attn_implementation
-    answer = answer_of(way, model, Draw(Sampler(0.7, never), encoder, ()), 3, LONGEST, 5, LONGEST)
+    answer = make_generator(way, model, TokenSampler(Sampler(0.7, never), encoder, ()), 3, LONGEST, 5, LONGEST)
     for playing in [0, 1, 2], [0, 1, 2], [1, 2, 3]:
         asked = [begun[n] for n in playing if n in which]
         for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
@@ -141,9 +141,9 @@ def assert_passes_are_right(model, encoder, passes):
     wanted = gradient(model, expected)
     models.prepare(model, recompute=True)
     attention = model.config._attn_implementation
-    if passes == "shared":
-        model.set_attn_implementation("shared")
-        found = shared.log_probs(model, texts, 1000)
+    if passes == "prefix_sharing":
+        model.set_attn_implementation("prefix_sharing")
+        found = prefix_sharing.log_probs(model, texts, 1000)
     else:
         found = dpo.token_log_probs(model, texts)
     assert (found - expected).abs().max() < 1e-4
@@ -162,7 +162,7 @@ def test_the_document_counts_what_it_lists():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family, more, ways", [
-    ("llama", {}, ("kept", ["shared", "padded"])),
+    ("llama", {}, ("kv_cache", ["prefix_sharing", "padded"])),
     # Longrope takes other angles for all tokens once one of them stands behind position 64.
     ("phi3", dict(original_max_position_embeddings=64, rope_parameters=dict(
         rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
@@ -243,7 +243,7 @@ def test_a_family_runs_the_whole_loop(family, tokenizer, tmp_path):
 
     # What was played is what the agent's plain passes give, to rounding.
     agent = models.read_model(out / "sft-target").eval()
-    never = run.encoder.sampler().never
+    never = run.encoder.sampler().suppressed_ids
     played = read(out / "iter1/target.jsonl")
     assert len(played) == 2
     for t in played:

@@ -24,12 +24,17 @@ import coevolve
 import dpo
 from common.files import read_json
 from dpo import Group, Pair, Trajectory
-from engine import models, trial
+from engine import models, self_check
 from engine.chat import Encoder
+from engine.forward_passes import (
+    batch_by_length,
+    distributed_log_probs,
+    fits_in_round,
+    schedule_rounds,
+)
 from engine.machine import accelerator_of
-from engine.passes import deal, fill_passes, fits_in_round, log_probs_in_passes
 from engine.run import Run
-from engine.sampling import Draw
+from engine.sampling import TokenSampler
 from environments import environment
 
 TINY = models.MODELS["tiny"]
@@ -67,8 +72,8 @@ def played(model, encoder, sampler, way, new):
     for n, length in enumerate((30, 17, 23)):
         ids = random.Random(n).choices(WORDS, k=length)
         asked.append((Trajectory(ids=ids, action_mask=[0] * length), random.Random(n)))
-    draw = Draw(sampler, encoder, ("ing",))
-    answer = trial.answer_of(way, model, draw, 3, 100, new, 64)
+    draw = TokenSampler(sampler, encoder, ("ing",))
+    answer = self_check.make_generator(way, model, draw, 3, 100, new, 64)
     for _ in range(2):
         for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
             t.extend(ids, is_action=True)
@@ -85,7 +90,7 @@ def parts(device: str, folder: str, out: str) -> dict:
                    for kind in ("no", "bf16"))
     encoder = Encoder(transformers.AutoTokenizer.from_pretrained(folder))
     found = dict(ids=[], sampled=[])
-    for way in "kept", "side by side":
+    for way in "kv_cache", "batched":
         model = models.read_model(folder, device=device).eval()
         texts = played(model, encoder, encoder.sampler(0.7), way, 5)
         found["ids"].append([t.ids for t in texts])
@@ -94,14 +99,14 @@ def parts(device: str, folder: str, out: str) -> dict:
     # In bf16 as on a GPU: autocast, and layers that run again in the backward pass.
     model = models.load(whole, folder, recompute=True, shard=False)
     found["devices"] = sorted({p.device.type for p in model.parameters()})
-    values = log_probs_in_passes(half, model, texts, 100)
+    values = distributed_log_probs(half, model, texts, 100)
     values.sum().backward()
     found["half"] = values.tolist()
     found["half_gradient"] = sum(p.grad.double().norm().item() for p in model.parameters())
     model.zero_grad()
 
     def log_probs(model, some):
-        return log_probs_in_passes(whole, model, some, 100)
+        return distributed_log_probs(whole, model, some, 100)
 
     def loss(policy, groups):
         return dpo.preference_loss(policy, groups, beta=0.1)
@@ -116,7 +121,7 @@ def parts(device: str, folder: str, out: str) -> dict:
     found["losses"] = [line["loss"] for line in lines]
     models.save(whole, model, encoder, out)
     found["after"] = log_probs(models.read_model(out, device=device), texts).tolist()
-    found["ways"] = trial.trial(models.read_model(out, torch.bfloat16, device), encoder)
+    found["backends"] = self_check.select_backends(models.read_model(out, torch.bfloat16, device), encoder)
     return found
 
 
@@ -134,8 +139,8 @@ def test_a_card_gives_what_the_cpu_gives(guard, qwen3, tmp_path):
     for n, (model, found) in enumerate(zip((TINY, qwen3), on, strict=True)):
         wanted = parts("cpu", model, tmp_path / f"cpu{n}")
         assert (found.pop("devices"), wanted.pop("devices")) == (["cuda"], ["cpu"])
-        assert wanted.pop("ways") == dict(replies="kept", passes=["shared", "padded"])
-        assert found.pop("ways") == dict(replies="kept", passes=["padded"])
+        assert wanted.pop("backends") == dict(replies="kv_cache", passes=["prefix_sharing", "padded"])
+        assert found.pop("backends") == dict(replies="kv_cache", passes=["padded"])
         assert found.pop("ids") == wanted.pop("ids")
         for name, tolerance in (("half", 0.1), ("half_gradient", 0.05 * wanted["half_gradient"])):
             assert found.pop(name) == pytest.approx(wanted.pop(name), abs=tolerance)
@@ -161,13 +166,13 @@ for mix in (lambda: on_card + torch.ones(3), lambda: torch.nn.functional.linear(
         print("same device" in str(error))
 
 encoder = Encoder(transformers.AutoTokenizer.from_pretrained(sys.argv[1]))
-sampler = Sampler(0.7, (*encoder.sampler().never, encoder.end_of_turn))  # replies go on
+sampler = Sampler(0.7, (*encoder.sampler().suppressed_ids, encoder.end_of_turn))  # replies go on
 for folder in sys.argv[1:]:
     model = models.read_model(folder, torch.bfloat16, torch.device("cuda", 0)).eval()
     found = []
     for tokens in 3, 2, 3:  # the first time something may be made
         pretend_gpu.waits.clear()
-        test_gpu.played(model, encoder, sampler, "kept", tokens)
+        test_gpu.played(model, encoder, sampler, "kv_cache", tokens)
         found.append(sum(pretend_gpu.waits.values()))
     print((found[2] - found[1]) / 2)  # for one more token in each of two turns
 """
@@ -181,7 +186,7 @@ def test_no_operation_mixes_devices_and_the_host_waits_once_a_token(guard, qwen3
 
 RUN = """
 import sys, evolve, torch
-from engine import command, passes
+from engine import command, forward_passes
 from engine.run import Run
 class Paid(Run):
     def play(self, *what):
@@ -190,11 +195,11 @@ class Paid(Run):
             t.reward = float(n % 2)
         return played
 seen = set()
-plain = passes.token_log_probs
+plain = forward_passes.token_log_probs
 def noting(model, *more):
     seen.add((str(next(model.parameters()).dtype), torch.is_autocast_enabled("cuda")))
     return plain(model, *more)
-passes.token_log_probs = noting
+forward_passes.token_log_probs = noting
 command.main(sys.argv[1:], evolve.Settings, Paid, evolve.METHODS, "a run")
 print(sorted(seen))
 """
@@ -246,9 +251,9 @@ def test_how_a_card_is_used(given, expected, monkeypatch):
 
 def test_passes_are_filled_with_the_longest_first():
     """By hand: two of 5 and 4 cost 10; a third one would make it 15."""
-    assert fill_passes([2, 5, 1, 4], 10) == [[1, 3], [0, 2]]
-    assert fill_passes([2, 5, 1, 4], 3) == [[1], [3], [0], [2]]  # none is too long to be read
-    assert deal([2, 5, 1, 4], 10, 1) == [[[1, 3]], [[0, 2]]]
+    assert batch_by_length([2, 5, 1, 4], 10) == [[1, 3], [0, 2]]
+    assert batch_by_length([2, 5, 1, 4], 3) == [[1], [3], [0], [2]]  # none is too long to be read
+    assert schedule_rounds([2, 5, 1, 4], 10, 1) == [[[1, 3]], [[0, 2]]]
 
 
 def test_ranks_hardly_idle():
@@ -259,7 +264,7 @@ def test_ranks_hardly_idle():
     own = time = 0
     for _ in range(20):
         lengths = [int(rng.lognormvariate(math.log(1850), 0.35)) for _ in range(24)]
-        rounds = deal(lengths, 8192, 8)
+        rounds = schedule_rounds(lengths, 8192, 8)
         dealt = sum([places for passes in rounds for places in passes], [])
         assert sorted(dealt) == list(range(24))
         own += sum(lengths)
@@ -287,7 +292,7 @@ def test_micro_batches_fill_one_pass_of_each_rank():
         for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
             lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
             kept = [0] * 8
-            for passes in deal(lengths, 8192, 8):
+            for passes in schedule_rounds(lengths, 8192, 8):
                 for rank, places in enumerate(passes):
                     kept[rank] += len(places) * max(lengths[place] for place in places)
             assert max(kept) <= max(8192, *lengths)

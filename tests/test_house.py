@@ -152,7 +152,7 @@ def test_the_core_runs_to_its_result_in_an_empty_folder(tmp_path):
         for phase, row in phases.items():
             assert (folder / phase).exists()
             assert f"\n{phase} " in f"\n{done.stdout}"
-            if row["work"] == "evaluate":
+            if row["function"] == "evaluate":
                 assert f"{row['reward']:.3f}" in result
     loaded = done.stdout.split("\nloaded ")[1].split()
     assert not {"lab", "evolve", "conftest", "pytest"} & {*loaded}

@@ -12,7 +12,7 @@ from family_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.files import read_jsonl
-from common.settings import Refused
+from common.settings import UsageError
 from engine.chat import Encoder
 from lab import learn
 
@@ -47,7 +47,7 @@ def read(path, **settings):
     encoder = Encoder(make_tokenizer("chatml"))
     trajectories, dropped = learn.trajectories_in(path, encoder, s.max_tokens)
     return SimpleNamespace(settings=s, encoder=encoder, trajectories=trajectories, dropped=dropped,
-                           main=True, name="", done={}, names={}, say=print)
+                           main=True, name="", done={}, names={}, print=print)
 
 
 def made_of(path, tmp_path, **settings):
@@ -108,7 +108,7 @@ def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file, tmp_path):
     # A limit of one's own; what solves its task is an expert all the same.
     experts, *_ = made_of(file(ROWS), tmp_path, expert_min_reward=1.0)
     assert [t["task"] for t in experts] == ["a"]
-    with pytest.raises(Refused, match="no expert is left: .* lower --expert-min-reward 0.0"):
+    with pytest.raises(UsageError, match="no expert is left: .* lower --expert-min-reward 0.0"):
         made_of(file(nothing), tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_an_agent_that_any_tool_loads_and_a_run_that_goes_on(file, small_model, 
     assert (out / "model.safetensors").read_bytes() == weights
     assert read_jsonl(out / "train.jsonl") == log
     assert (out / "run/run.html").stat().st_size > 10_000
-    with pytest.raises(Refused, match="other settings: .*seed .0 -> 1."):
+    with pytest.raises(UsageError, match="other settings: .*seed .0 -> 1."):
         learn.main([str(file(ROWS)), "--model", str(small_model), "--out", str(out), "--seed", "1"])
 
 
@@ -206,7 +206,7 @@ def test_a_line_that_cannot_be_used_as_it_is_is_refused_by_its_number(file, line
     path = file([ROWS[0], {}])
     data = line if isinstance(line, bytes) else line.encode() if isinstance(line, str) else json.dumps(line).encode()
     path.write_bytes(path.read_bytes().replace(b"{}\n", data.strip() + b"\n"))
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UsageError) as refusal:
         read(path)
     text = str(refusal.value)
     assert text.startswith(f"{path}, line 2: ") and says in text and "\n" not in text
@@ -216,29 +216,29 @@ def test_lines_that_are_left_out_and_what_is_not_read(file):
     """Blank lines, the mark of some editors, the user's last word, and all that a run's file has."""
     asked = dict(role="user", content="the end")
     ends = ROWS[2] | dict(messages=[*ROWS[2]["messages"], asked], iteration=3, rollout=9, ids=[1], seed=4)
-    full = row("a", 0.0, "x", ended="context", steps=0) | dict(messages=[asked])
+    full = row("a", 0.0, "x", ended="context_limit", turns=0) | dict(messages=[asked])
     path = file([row("a", 1.0, "x " * 500), ends, full])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n") + b"\n \n")
     run = read(path, max_tokens=400)
     assert [(t.rollout, t.messages) for t in run.trajectories] == [(3, ROWS[2]["messages"])]
     assert run.dropped == {"too long": 2}
-    with pytest.raises(Refused, match="no trajectory is left: {'too long': 2}.*--max-tokens 1"):
+    with pytest.raises(UsageError, match="no trajectory is left: {'too long': 2}.*--max-tokens 1"):
         read(file(ROWS[:2]), max_tokens=1)
 
 
 def test_replies_of_an_opening_are_no_actions(file):
     """A run's file says by `steps` and `action_mask` which of its replies are."""
     told = row("a", 1.0, "OK", "search", "buy")
-    [t] = read(file([told | dict(steps=2, action_mask=[0, 0, 1, 1, 0, 1])])).trajectories
+    [t] = read(file([told | dict(turns=2, action_mask=[0, 0, 1, 1, 0, 1])])).trajectories
     encoder = Encoder(make_tokenizer("chatml"))
     assert (t.ids, t.action_mask) == encoder.encode(told["messages"], 3)
-    assert t.steps == 2
-    for wrong, says in [(dict(steps=4), "its 'steps' are 4, and its replies 3"),
-                        (dict(steps=-1), "its 'steps' are -1"), (dict(steps="2"), "TypeError"),
+    assert t.turns == 2
+    for wrong, says in [(dict(turns=4), "its 'turns' are 4, and its replies 3"),
+                        (dict(turns=-1), "its 'turns' are -1"), (dict(turns="2"), "TypeError"),
                         (dict(action_mask=[0, 1, 0, 1]), "'action_mask' marks 2 replies, and its last 3"),
-                        (dict(steps=2, action_mask=[0, 1, 0, 0]), "marks 1 replies, and its last 2"),
-                        (dict(steps=2, action_mask=[0, 1, 0, 1, 0, 1]), "marks 3 replies")]:
-        with pytest.raises(Refused, match=says):
+                        (dict(turns=2, action_mask=[0, 1, 0, 0]), "marks 1 replies, and its last 2"),
+                        (dict(turns=2, action_mask=[0, 1, 0, 1, 0, 1]), "marks 3 replies")]:
+        with pytest.raises(UsageError, match=says):
             read(file([told | wrong]))
 
 
@@ -247,7 +247,7 @@ def test_more_than_two_agents_are_refused(agents, file):
     """Failures of the second and the third would make no pair; who has no name is one, too."""
     rows = [row("a", 1.0 - n / 8, "x", **({} if agent is None else dict(agent=agent)))
             for n, agent in enumerate(agents)]
-    with pytest.raises(Refused, match="it has 3 agents: mine, theirs, .* leave out the others"):
+    with pytest.raises(UsageError, match="it has 3 agents: mine, theirs, .* leave out the others"):
         read(file(rows))
     assert len(read(file(rows[:2])).trajectories) == 2
 
@@ -265,7 +265,7 @@ def test_what_is_wrong_costs_no_load_of_a_model(rows, flags, says, file, tmp_pat
     monkeypatch.setattr("engine.models.read_model", lambda *_, **__: pytest.fail("a model is loaded"))
     if rows is not None:
         file(rows)
-    with pytest.raises((Refused, OSError), match=says):
+    with pytest.raises((UsageError, OSError), match=says):
         learn.main(["mine.jsonl", *flags])
-    with pytest.raises(Refused, match="FILE: give the file"):
+    with pytest.raises(UsageError, match="FILE: give the file"):
         learn.main(flags[:0])

@@ -11,7 +11,7 @@ from conftest import ended, fork, plain_log_probs
 
 import environments
 from common.files import read_jsonl
-from common.settings import Refused
+from common.settings import UsageError
 from engine import models
 from environments.webshop.server import WebShopServer
 from lab.chat.play import Agent, agent_of, chosen, main
@@ -61,7 +61,7 @@ def test_mistakes_are_told(small_run):
     assert shop.find("webshop-test-0") == 0  # the first task of a real server is goal 0
     assert [chosen(shop, f"webshop-test-{n}") for n in (0, 7)] == ["webshop-test-0", "webshop-test-7"]
     assert chosen(shop, "test") in shop.tasks("test")
-    with pytest.raises(Refused, match="unknown task 'webshop-test-x'.*such as webshop-test-0"):
+    with pytest.raises(UsageError, match="unknown task 'webshop-test-x'.*such as webshop-test-0"):
         chosen(shop, "webshop-test-x")
     for argv, said in [
             ([], "name an environment"), (["shop"], "unknown environment 'shop'"),
@@ -72,7 +72,7 @@ def test_mistakes_are_told(small_run):
             (["webshop", "--agent", "/nowhere"], "--agent /nowhere: neither a run"),
             (["intercodesql", "--agent", str(small_run)], "was trained on webshop, not on"),
             (["intercodesql", "--intercode-data", "/nowhere"], "/nowhere")]:
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(UsageError, match=said):
             main(argv)
 
 
@@ -94,7 +94,7 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run,
     model = models.read_model(agent).eval()
     encoder = models.read_encoder(agent)
     for row in read_jsonl(small_run / "eval-1-target-test.jsonl")[:2]:
-        said = typed(*[""] * row["steps"])("webshop", row["task"], "--agent", small_run)
+        said = typed(*[""] * row["turns"])("webshop", row["task"], "--agent", small_run)
         replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert [line[4:] for line in said.splitlines() if line.startswith("    ")] == (
             visible("\n".join(replies)).split("\n"))
@@ -103,9 +103,9 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run,
         written = [k for k, acts in enumerate(row["action_mask"]) if acts]
         first = max(k for k in written if k - 1 not in written)
         p = plain_log_probs(model, row["ids"], [0] * first + row["action_mask"][first:],
-                            encoder.sampler().never).sum().exp().item()
+                            encoder.sampler().suppressed_ids).sum().exp().item()
         told = re.findall(r"with probability (\d+\.\d)%; Enter", said)
-        assert len(told) == row["steps"]
+        assert len(told) == row["turns"]
         assert float(told[-1]) == pytest.approx(100 * p, abs=0.06)
 
 

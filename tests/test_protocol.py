@@ -15,7 +15,7 @@ from common import settings
 from common.files import write_jsonl
 from dpo import Trajectory
 from engine.chat import Encoder
-from engine.playing import play
+from engine.rollouts import play
 from environments import environment, expert_files
 from environments.scienceworld import environment as scienceworld
 
@@ -170,7 +170,7 @@ def play_scripted(encoder, env, tasks, replies):
     and the ids that it read before each of them."""
     def answer(asked):
         read.extend(list(t.ids) for t, _ in asked)
-        return [([*encoder.ids_after(encoder.template.asked, replies[t.steps]), encoder.end_of_turn], [])
+        return [([*encoder.ids_after(encoder.template.asked, replies[t.turns]), encoder.end_of_turn], [])
                 for t, _ in asked]
 
     rows, read = [Trajectory(task, "target") for task in tasks], []
@@ -185,7 +185,7 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
     rows, read = play_scripted(encoder, env, ["webshop-train-0", "webshop-train-1"], replies)
     for n, row in enumerate(rows):
         expected, _ = conversation(env, row.task, replies)
-        assert row.messages == expected[:-1] and row.ended == "budget" and row.steps == 10
+        assert row.messages == expected[:-1] and row.ended == "turn_limit" and row.turns == 10
         trained = env.opening(env.reset(row.task)) + expected[7:-1]
         assert "B0HAT" in str(expected) and "B0HAT" not in str(trained)
         assert [row.ids, row.action_mask] == list(encoder.encode(trained, 3))
@@ -204,7 +204,7 @@ def test_what_an_agent_played_is_an_expert_as_it_is_trained_on_by_its_protocol_a
         assert [task for task, _, _ in found] == tasks
         for row, (_, messages, _) in zip(rows, found):
             assert [row.ids, row.action_mask] == list(encoder.encode(messages, len(env.opening(""))))
-        with pytest.raises(environments.Refused, match="webshop-train-0 is another task here"):
+        with pytest.raises(environments.UsageError, match="webshop-train-0 is another task here"):
             next(expert_files.experts(other, str(file), 0))
 
 
@@ -243,5 +243,5 @@ def test_a_folder_without_prompts_is_named(tmp_path, file, text):
         (tmp_path / name).write_text(json.dumps([said(CHAT)]))
     path = tmp_path / file
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(environments.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
+    with pytest.raises(environments.UsageError, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
         make("webshop", str(tmp_path))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.files import bytes_of
+from common.files import file_hash
 from lab import runfiles
 from lab.page import figures, page, report
 
@@ -16,21 +16,21 @@ WANT = "i need a red cotton curtain that is machine washable, and price lower th
 
 
 def evaluation(agent, i, reward, success, split="test", **more):
-    return dict(work="evaluate", recipe="r", name=agent, i=i, split=split, episodes=4, turns=4.25,
-                reward=reward, success=success, hard=0.5, budget=0.0, seconds=10.0) | more
+    return dict(function="evaluate", cache_key="r", name=agent, i=i, split=split, episodes=4, turns=4.25,
+                reward=reward, success=success, hard_negative=0.5, turn_limit=0.0, seconds=10.0) | more
 
 
 def exploration(agent, n, success, hard, reward, i=1):
-    return dict(work="explore", recipe="r", name=agent, i=i, episodes=n, success=success,
-                hard=hard, reward=reward, turns=4.0, budget=0.0, seconds=1.0)
+    return dict(function="explore", cache_key="r", name=agent, i=i, episodes=n, success=success,
+                hard_negative=hard, reward=reward, turns=4.0, turn_limit=0.0, seconds=1.0)
 
 
-def trained(work="train_preferences", seconds=1.0, **numbers):
-    return dict(work=work, recipe="r", first_loss=0.69, loss=0.6, seconds=seconds, **numbers)
+def trained(function="train_preferences", seconds=1.0, **numbers):
+    return dict(function=function, cache_key="r", first_loss=0.69, loss=0.6, seconds=seconds, **numbers)
 
 
 PHASES = {
-    "experts.jsonl": dict(work="collect_experts", experts=4, seconds=1.0,
+    "experts.jsonl": dict(function="collect_experts", experts=4, seconds=1.0,
                           dropped={"reward": 2, "too long": 1}),
     "sft-target": trained("train_sft", 3600.4, name="target", steps=90, tokens=9000),
     "sft-failure": trained("train_sft", name="failure", steps=90),
@@ -38,11 +38,11 @@ PHASES = {
     "eval-0-failure-test.jsonl": evaluation("failure", 0, 0.45, 0.25),
     "iter1/target.jsonl": exploration("target", 300, 0.5, 0.3, 0.7),
     "iter1/failure.jsonl": exploration("failure", 24, 20 / 24, 4 / 24, 0.94),
-    "iter1/pairs-failure.jsonl": dict(work="make_pairs", trains="failure", seconds=0.0,
+    "iter1/pairs-failure.jsonl": dict(function="make_pairs", trains="failure", seconds=0.0,
                                       pairs={"failure>failure": 6}, dropped={}),
     "iter1/failure-agent": trained(name="failure", i=1, steps=3),
     "iter1/pairs-target.jsonl": dict(
-        work="make_pairs", trains="target", seconds=0.0, dropped={"equal failures": 4, "x y": 7},
+        function="make_pairs", trains="target", seconds=0.0, dropped={"equal failures": 4, "x y": 7},
         pairs={"expert>target": 12, "expert>failure": 30, "failure>failure": 5}),
     "iter1/target-agent": trained(name="target", i=1, steps=20),
     "eval-1-target-test.jsonl": evaluation("target", 1, 0.6, 0.5),
@@ -60,7 +60,7 @@ def trajectory(task, agent, reward, replies, iteration=1, rollout=0, ended="done
                      {"role": "user", "content": f"{page} after {reply}"}]
     return {"task": task, "agent": agent, "iteration": iteration, "rollout": rollout, "seed": 0,
             "messages": messages, "ids": [], "action_mask": [], "reward": reward,
-            "steps": len(replies), "ended": ended}
+            "turns": len(replies), "ended": ended}
 
 
 def write_lines(path, objects):
@@ -109,10 +109,10 @@ def test_the_numbers_of_a_run_by_hand(run):
     assert [e["reward"] for e in found] == [0.5, 0.45, 0.6, 0.4]
     assert table(run, "Evaluation")[2] == {
         "phase": "eval-1-target-test.jsonl", "name": "target", "split": "test", "episodes": "4",
-        "turns": "4.250", "reward": "0.600", "solved": "50.0%", "hard failures": "50.0%",
-        "out of turns": "0.0%", "h:mm:ss": "0:00:10", "low": f"{low:.3f}", "high": f"{high:.3f}",
+        "turns": "4.250", "reward": "0.600", "success": "50.0%", "hard negatives": "50.0%",
+        "at the turn limit": "0.0%", "h:mm:ss": "0:00:10", "low": f"{low:.3f}", "high": f"{high:.3f}",
         "tasks": "4", "out of context": "0"}
-    assert [row["hard failures"] for row in table(run, "explore")] == ["30.0%", "16.7%"]
+    assert [row["hard negatives"] for row in table(run, "explore")] == ["30.0%", "16.7%"]
     failure, target = table(run, "make pairs")
     assert [target[kind] for kind in PHASES["iter1/pairs-target.jsonl"]["pairs"]] == ["12", "30", "5"]
     assert target["dropped"] == "4 equal failures, 7 x y" and failure["expert>target"] == "-"
@@ -123,12 +123,12 @@ def test_the_numbers_of_a_run_by_hand(run):
 
 def test_a_fork_may_name_its_phases_and_what_they_find_as_it_likes(run, tmp_path):
     """A phase is what it found, not what its function is called."""
-    own = {"iter1/judge.jsonl": dict(work="judge", agreement=0.5, refused=3, dropped=7),
-           "iter1/seen.jsonl": dict(work="explore", name="scout", episodes=9, pages=4),
-           "iter1/notes.jsonl": dict(work="make_pairs", pairs=12),
-           "eval-1-bias.jsonl": dict(work="evaluate", split="test", bias=0.25),
-           "iter1/tasks.jsonl": dict(work="sort_tasks", kept=3), "iter1/critic": dict(work="fit", steps="all", seen=None),
-           "iter1/again.jsonl": PHASES["iter1/target.jsonl"] | dict(work="play_twice", name="twin"),
+    own = {"iter1/judge.jsonl": dict(function="judge", agreement=0.5, refused=3, dropped=7),
+           "iter1/seen.jsonl": dict(function="explore", name="scout", episodes=9, pages=4),
+           "iter1/notes.jsonl": dict(function="make_pairs", pairs=12),
+           "eval-1-bias.jsonl": dict(function="evaluate", split="test", bias=0.25),
+           "iter1/tasks.jsonl": dict(function="sort_tasks", kept=3), "iter1/critic": dict(function="fit", steps="all", seen=None),
+           "iter1/again.jsonl": PHASES["iter1/target.jsonl"] | dict(function="play_twice", name="twin"),
            "eval-1-x-test.jsonl": evaluation("$\\frac$\x00", 1, 0.6, 0.5)}
     phases = PHASES | {output: row | dict(seconds=1.0) for output, row in own.items()}
     write_run(run, phases)
@@ -146,13 +146,13 @@ def test_an_edited_output_is_marked_and_its_evaluation_is_counted_again(run):
     """Rewards 1, 0.5, 0.5 and 0 of which somebody leaves the first two: mean 0.75, half are successes.
     What has been undone is marked no more."""
     name = "eval-0-target-test.jsonl"
-    phases = PHASES | {name: PHASES[name] | dict(hash=bytes_of(run / name))}
+    phases = PHASES | {name: PHASES[name] | dict(hash=file_hash(run / name))}
     (run / "phases.json").write_text(json.dumps(phases))
     assert table(run, "Evaluation")[0]["phase"] == name
     whole = (run / name).read_text()
     (run / name).write_text("".join(whole.splitlines(keepends=True)[:2]))
     row = table(run, "Evaluation")[0]
-    assert (row["phase"], row["reward"], row["solved"]) == (f"{name} (edited since)", "0.750", "50.0%")
+    assert (row["phase"], row["reward"], row["success"]) == (f"{name} (edited since)", "0.750", "50.0%")
     (run / name).write_text(whole)
     assert table(run, "Evaluation")[0]["phase"] == name
 
@@ -172,7 +172,7 @@ def test_scenarios_are_solved_where_all_their_tasks_are_and_what_else_was_counte
         "target", 1, 0.6, 0.5, prompt_tokens=12000)}, env="appworld")
     rewards = {"a_1": 1, "a_2": 1, "b_1": 1, "b_2": 0.9, "c_1": 0}
     write_lines(run / "eval-1-target-test.jsonl", [
-        trajectory(f"appworld-test-{key}", "target", reward, ["x"], ended="context")
+        trajectory(f"appworld-test-{key}", "target", reward, ["x"], ended="context_limit")
         for key, reward in rewards.items()])
     [row] = table(run, "Evaluation")
     assert (row["scenarios"], row["sgc"], row["out of context"]) == ("3", "33.3%", "5")

@@ -26,11 +26,10 @@ import coevolve
 import dpo
 from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
-from common.settings import Refused, parse
-from engine import code, command, experts, models, run, tracking
-from engine import fork as fork_of_run
+from common.settings import UsageError, parse
+from engine import branch, code, command, experts, models, run, tracking
+from engine.console import counted
 from engine.records import write
-from engine.words import counted
 from environments import environment
 from envs import EnvError
 from lab import __main__ as whole_program
@@ -300,7 +299,7 @@ def test_a_phase_may_return_numbers_of_numpy_and_torch(bare):
     (text, ("a name",), {}, "the input 'a name' is no path; give files first"),
     (text, (), dict(agent=Path("a")), "agent: PosixPath('a') is no number")])
 def test_a_mistake_of_a_phase_is_one_line_that_names_it(phase, inputs, values, says, bare):
-    with pytest.raises(Refused) as error:
+    with pytest.raises(UsageError) as error:
         bare.once("a.jsonl", phase, *inputs, **values)
     assert str(error.value).startswith(f"{phase.__name__}, for the output a.jsonl: {says}")
     assert not (bare.folder / "a.jsonl").exists()
@@ -308,7 +307,7 @@ def test_a_mistake_of_a_phase_is_one_line_that_names_it(phase, inputs, values, s
 
 def test_an_output_is_made_once_in_a_process(bare):
     bare.once("a.jsonl", text)
-    with pytest.raises(Refused, match="output a.jsonl: this run has made it already, by text"):
+    with pytest.raises(UsageError, match="output a.jsonl: this run has made it already, by text"):
         bare.once("a.jsonl", text)
 
 
@@ -321,7 +320,7 @@ def test_two_trajectories_of_one_name_are_refused_when_the_second_is_written(bar
     bare.once("a.jsonl", play(1, 2))
     bare.once("b.jsonl", play(1, 2))
     bare.names.clear()
-    with pytest.raises(Refused, match="c.jsonl: a trajectory has task 'a', agent 'target', "
+    with pytest.raises(UsageError, match="c.jsonl: a trajectory has task 'a', agent 'target', "
                        "iteration 1, rollout 0, as another one in b.jsonl"):
         bare.once("c.jsonl", play(1, 3))
 
@@ -542,7 +541,7 @@ def test_a_branch_says_which_seed_and_settings_it_changes(toy_run, toy, tmp_path
 
 
 def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monkeypatch):
-    copy = fork_of_run.copy
+    copy = branch.copy
 
     def stopped(source, target):
         if source.name == "sft-failure":
@@ -910,7 +909,7 @@ def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_pa
     """Of several of a task the first with the most reward, kept as it was; those at or below the
     least reward are left out, and all that are left out are counted."""
     [e, *_] = read_jsonl(toy[0] / "experts.jsonl")
-    rows = [e | dict(reward=0.7), e | dict(messages=[], ended="context", steps=0)]
+    rows = [e | dict(reward=0.7), e | dict(messages=[], ended="context_limit", turns=0)]
     for name, rewards in dict(target=[0.8, 1.0, 0.9], failure=[1.0, 0.8, 0.9]).items():
         for row, reward in zip(read_jsonl(toy[0] / f"iter1/{name}.jsonl")[1:], rewards):
             rows.append(row | dict(reward=reward))
@@ -923,7 +922,7 @@ def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_pa
         own = [t for t in rows if t["task"] == row["task"]]
         best = max(own, key=lambda t: t["reward"])
         assert len(own) == 2 and (row["agent"], row["reward"]) == ("expert", best["reward"])
-        assert row["messages"] == best["messages"] and row["steps"] == best["steps"]
+        assert row["messages"] == best["messages"] and row["turns"] == best["turns"]
     dropped = read_json(out / "phases.json")["experts.jsonl"]["dropped"]
     assert dropped == {"too long": 1, "reward": 1, "not the best of its task": 3}
 

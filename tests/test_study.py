@@ -19,7 +19,7 @@ from conftest import LIMIT, ended, fork, wait_until
 from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
 
-from common.settings import Refused
+from common.settings import UsageError
 from lab.study import compare, methods, numbers, study
 
 
@@ -72,12 +72,12 @@ def made_run(folder, rewards, finished=True, splits=("test",), **settings):
     for i, of_splits in enumerate(rewards):
         for split, of_tasks in zip(splits, of_splits if len(splits) > 1 else [of_splits]):
             output = f"eval-{i}-target-{split}.jsonl"
-            phases[output] = dict(name="target", i=i, split=split, episodes=2, turns=1.0, hard=0.0,
+            phases[output] = dict(name="target", i=i, split=split, episodes=2, turns=1.0, hard_negative=0.0,
                                   reward=0.0, success=0.0, seconds=0.0)  # what the file says counts
             files[output] = of_tasks
             if i and split == splits[0]:
                 phases[f"iter{i}/target.jsonl"] = dict(
-                    name="target", i=i, episodes=1, reward=0.5, success=0.0, hard=0.0, seconds=0.0)
+                    name="target", i=i, episodes=1, reward=0.5, success=0.0, hard_negative=0.0, seconds=0.0)
                 files[f"iter{i}/target.jsonl"] = of_tasks[:1]
                 phases[f"iter{i}/target-agent"] = dict(name="target", i=i, steps=10 * i,
                                                        tokens=900, seconds=0.0)
@@ -162,7 +162,7 @@ def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, arm, change
     if says is None:
         assert {*methods.finished(tmp_path)} == {"positive", arm}
         return
-    with pytest.raises(Refused) as error:
+    with pytest.raises(UsageError) as error:
         study.main(["webshop", "--report", "--out", str(tmp_path)])
     assert says in str(error.value)
 
@@ -192,7 +192,7 @@ def test_variants_of_one_method_and_seed_are_compared_by_hand(tmp_path):
     [row] = rows_of(folder, "Differences")
     assert row["difference"] == "ipo - base"
     assert row["reward"] == pytest.approx(dict(n=2, mean=0.125, half=12.7062 / 8, ahead=1, sure=False))
-    with pytest.raises(Refused, match="ipo3 and .*base3 are both a with seed 3; leave one out"):
+    with pytest.raises(UsageError, match="ipo3 and .*base3 are both a with seed 3; leave one out"):
         compared(tmp_path, f"a={tmp_path / 'base3'}", f"a={tmp_path / 'ipo3'}")
 
 
@@ -213,7 +213,7 @@ def test_runs_of_any_age_and_method_are_compared_and_what_is_none_is_refused(tmp
     (tmp_path / "agent/config.json").write_text('{"model_type": "llama"}')
     for words, says in (([f"mine={tmp_path / 'agent'}"], "agent: not a run"),
                         ([own, own], "are both votes with seed 3")):
-        with pytest.raises(Refused, match=says):
+        with pytest.raises(UsageError, match=says):
             compared(tmp_path, *words)
 
 
@@ -251,7 +251,7 @@ def test_other_tasks_environments_and_seeds_are_not_compared(tmp_path, capsys):
     assert (row["reward"]["mean"], row["success"]["mean"]) == (-0.25, -0.5)
 
     other = made_run(tmp_path / "other", [[0, 0]], method="eto", seed=3, env="intercodesql")
-    with pytest.raises(Refused, match="other is a run of intercodesql, and .*base of webshop"):
+    with pytest.raises(UsageError, match="other is a run of intercodesql, and .*base of webshop"):
         compared(tmp_path, base, f"other={other}")
     config = json.loads((fork / "config.json").read_text())
     config["branch"] = dict(seed=2)
@@ -349,7 +349,7 @@ def begun(monkeypatch):
     ("--seed 3", "--methods and --seeds"), ("--betta 1", "--betta 1"),
     ("--report", "no finished run")])
 def test_what_a_study_cannot_do_is_said_before_any_run(begun, tmp_path, line, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UsageError, match=said):
         study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
     assert not begun and not (tmp_path / "none").exists()
 
@@ -368,7 +368,7 @@ def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo $*; exit 2")
     log = tmp_path / "eto-s0.log"
-    with pytest.raises(Refused, match=f"eto-s0 ended with status 2 .{log}"):
+    with pytest.raises(UsageError, match=f"eto-s0 ended with status 2 .{log}"):
         study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
     assert log.read_text().startswith("webshop --beta -1 --out")
 
@@ -410,7 +410,7 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
         if fails:
             two.wait(LIMIT)  # neither comes to its end alone
         if fails and name == "eto-s3":
-            raise Refused("eto-s3 ended with status 2")
+            raise UsageError("eto-s3 ended with status 2")
         if fails:
             wait_until(lambda: any(future.done() for future in futures), "eto-s3 to fail")
         else:
@@ -421,7 +421,7 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
     monkeypatch.setattr(study, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(methods, "taken_from",
                         lambda run: events.append(f"{run.name} is read") or dict(steps=7))
-    with pytest.raises(Refused, match="eto-s3 ended with status 2"):
+    with pytest.raises(UsageError, match="eto-s3 ended with status 2"):
         study.make_runs("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
     # The run that had begun came to its end, and nothing was begun any more.
     assert sorted(events) == ["coevolve-s3 begins", "coevolve-s3 ends", "eto-s3 begins"]
@@ -452,5 +452,5 @@ def test_a_study_begins_each_arm_on_each_seed_with_what_it_takes(begun, tmp_path
     assert all(order.index(other) < order.index(arm)
                for arm in order for other in methods.needed_by(arm))
     made_run(tmp_path / "coevolve-s4", [[0]])
-    with pytest.raises(Refused, match="the target was not trained"):
+    with pytest.raises(UsageError, match="the target was not trained"):
         methods.flags("eto-steps", tmp_path, 4)

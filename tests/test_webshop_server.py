@@ -309,7 +309,7 @@ def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_pa
     for wrong in (None, "{", "[]"):
         if wrong:
             (tmp_path / "test_indices.json").write_text(wrong)
-        with pytest.raises(environments.Refused, match=f"^--split-file {tmp_path}/test_indices.json: .*$"):
+        with pytest.raises(environments.UsageError, match=f"^--split-file {tmp_path}/test_indices.json: .*$"):
             WebShopServer(official.url, "full", str(tmp_path))
     (tmp_path / "test_indices.json").write_text("[500, 2]")
     rule, listed = (make("webshop", webshop_url=f"{official.url}/", split_file=file)
@@ -323,7 +323,7 @@ def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_pa
     for task in ("webshop-unseen-3", "webshop-test-x"):
         with pytest.raises(ValueError, match=f"unknown task '{task}'"):
             rule.reset(task)
-    with pytest.raises(environments.Refused, match="--experts"):
+    with pytest.raises(environments.UsageError, match="--experts"):
         rule.expert()
     assert official.seen == []
 
@@ -416,9 +416,9 @@ def test_a_replaced_server_ends_the_run(official):
     same, begins, goes_on, buys, new = shops
     assert same.step("click[Buy Now]").done
     for act in (lambda: begins.reset("webshop-test-2"), lambda: goes_on.step("click[< Prev]"), lambda: buys.step("click[Buy Now]")):
-        with pytest.raises(environments.Refused, match="http.* replaced. Goal 2 was .*--out"):
+        with pytest.raises(environments.UsageError, match="http.* replaced. Goal 2 was .*--out"):
             act()
-    with pytest.raises(environments.Refused, match="replaced. Goal [24] was "):
+    with pytest.raises(environments.UsageError, match="replaced. Goal [24] was "):
         for n in (7, 9, 11):  # with the limits that they had
             new.reset(f"webshop-test-{n}")
     assert len(official.seen) < asked + 15  # nobody tries again until one agrees by chance

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from common.settings import Refused
+from common.settings import UsageError
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = "appworld==0.1.3.post1"  # others have other data
@@ -28,7 +28,7 @@ def interpreter() -> str:
     """The Python that has the package; Refused where there is none."""
     name = PACKAGE.replace("==", "-")
     if not (VENV / f"has-{name}").exists():
-        raise Refused(f"appworld: the package {PACKAGE} is not in {VENV}; "
+        raise UsageError(f"appworld: the package {PACKAGE} is not in {VENV}; "
                       "bash run.sh appworld --help installs it")
     return str(VENV / "bin/python")
 
@@ -51,7 +51,7 @@ def small_world() -> Path:
 def usable(folder: Path) -> Path:
     """The folder; Refused where the package would look for no file in it."""
     if "memory" in str(folder):
-        raise Refused(f"appworld: {folder} has 'memory' in its path, which the package takes for a "
+        raise UsageError(f"appworld: {folder} has 'memory' in its path, which the package takes for a "
                       "database without a file; move it")
     return folder
 
@@ -64,7 +64,7 @@ def make(folder: Path) -> Path:
         capture_output=True, env={"TZ": "UTC", "PYTHONHASHSEED": "0", "HOME": str(folder)})
     if done.returncode:
         *_, last = ["no message", *done.stderr.splitlines()]
-        raise Refused(f"appworld: the small world was not made ({last}); delete {VENV} and run "
+        raise UsageError(f"appworld: the small world was not made ({last}); delete {VENV} and run "
                       "bash run.sh appworld --help, which installs the package anew")
     return folder
 
@@ -87,7 +87,7 @@ def existing(root: Path, name: str) -> Path:
     """A file of the data; Refused where it is missing."""
     file = root / "data" / name
     if not file.is_file():
-        raise Refused(f"--appworld-root {root}: {file} is not there; appworld download data --root "
+        raise UsageError(f"--appworld-root {root}: {file} is not there; appworld download data --root "
                       "gets the official data")
     return file
 
@@ -96,7 +96,7 @@ def solution(root: Path, key: str) -> list[str]:
     """The code of a task's solution, one call of an interface in each part as far as it goes."""
     file = root / "data/tasks" / key / "ground_truth/compiled_solution.py"
     if not file.is_file():
-        raise Refused(f"appworld: task {key} has no solution in {file.parent}; experts are those "
+        raise UsageError(f"appworld: task {key} has no solution in {file.parent}; experts are those "
                       "of the splits train and validation")
     return parts(file.read_text())
 

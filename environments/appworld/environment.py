@@ -36,7 +36,7 @@ class AppWorld(Environment):
     would not end, is over, with reward 0."""
     name = "appworld"
     rules = PROMPT
-    max_steps = data.MOST_REPLIES
+    max_turns = data.MOST_REPLIES
 
     def __init__(self, view: str = "full", appworld_root: str | None = None,
                  appworld_reward: str = "all"):
@@ -67,7 +67,7 @@ class AppWorld(Environment):
 
     def step(self, reply: str) -> Step:
         self._replies += 1
-        last = self._replies == self.max_steps
+        last = self._replies == self.max_turns
         code = code_of(reply)
         told = Ran(FORM, done=False, calls=[])
         try:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.settings import Refused
+from common.settings import UsageError
 from envs import EnvError
 
 SECONDS = 20      # of one reply's code [ours]
@@ -53,7 +53,7 @@ class Server:
         told = self.once("check", None)  # it waits until the package is imported
         if "error" in told:
             self.end()
-            raise Refused(
+            raise UsageError(
                 f"appworld: this machine does not shut in the code of a model ({told['error']}), "
                 "so that none is run; it takes Linux, and user namespaces for a user, or for root "
                 "CAP_SYS_ADMIN, which a container's root may lack")

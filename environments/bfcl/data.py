@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 
-from environments import Refused
+from environments import UsageError
 
 PACKAGE = "bfcl-eval==2026.3.23"  # others hold other ground truths
 
@@ -24,7 +24,7 @@ try:
         travel_booking,
     )
 except ImportError:
-    raise Refused(f"bfcl: the package {PACKAGE} is not here; {sys.executable} -m pip install "
+    raise UsageError(f"bfcl: the package {PACKAGE} is not here; {sys.executable} -m pip install "
                   f"--no-deps {PACKAGE}") from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")

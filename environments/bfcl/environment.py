@@ -33,7 +33,7 @@ class Bfcl(Environment):
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
-    max_steps = MOST_REPLIES + 1  # of the task just reset: of all its turns
+    max_turns = MOST_REPLIES + 1  # of the task just reset: of all its turns
 
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
@@ -50,7 +50,7 @@ class Bfcl(Environment):
         self._hidden = task.get("hidden", {})  # a new task hides nothing
         self.simulators, self._truth = Simulators(task["start"]), Simulators(task["start"])
         self.results, self._passed = [], []  # of all calls; whether each checked turn passed
-        self.max_steps = (MOST_REPLIES + 1) * len(task["turns"])
+        self.max_turns = (MOST_REPLIES + 1) * len(task["turns"])
         later = {name for names in self._hidden.values() for name in names}
         known = data.functions(task["start"])
         return what_is_said(self, [name for name in known if name not in later])

@@ -15,7 +15,7 @@ import sys
 import time
 from urllib.parse import unquote, urlsplit
 
-from environments import Refused
+from environments import UsageError
 from envs import EnvError
 
 ERROR = "Error executing query: "
@@ -208,7 +208,7 @@ class Sqlite:
             self._db.executescript(_without_case(script))
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             self._db.close()
-            raise Refused(f"--intercode-data: sqlite cannot read database {name} of the dump: "
+            raise UsageError(f"--intercode-data: sqlite cannot read database {name} of the dump: "
                           f"{error}; play it on a server, --mysql-url") from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
@@ -406,7 +406,7 @@ class MySQL:
             code, text = (*error.args, "", "")[:2]
             self.close()
             if code in self.DENIED:
-                raise Refused(f"--mysql-url: {where}: {text}; {REMEDY}") from None
+                raise UsageError(f"--mysql-url: {where}: {text}; {REMEDY}") from None
             raise EnvError(f"{where}: {text or error}; see that the server runs and is within reach"
                            ) from None
 
@@ -416,7 +416,7 @@ def driver():
     try:
         import pymysql
     except ImportError as error:
-        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+        raise UsageError(f"--mysql-url: {error}; {INSTALL}") from None
     return pymysql
 
 
@@ -435,7 +435,7 @@ def connect(url: str, **options):
     except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
         raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
     except RuntimeError as error:  # a PyMySQL that cannot take MySQL 8's passwords
-        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+        raise UsageError(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def server_of(url: str) -> str:

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import numpy as np
 
-from environments import Refused
+from environments import UsageError
 from environments.intercodesql.databases import DENIED, INTERRUPTED, TOO_LARGE, MySQL, Sqlite
 from environments.intercodesql.questions import sql_data, sql_expert
 from environments.intercodesql.spider import spider_data
@@ -52,7 +52,7 @@ class InterCodeSQL(Environment):
     without brackets, DESC as names alone, at most SHORT_ROWS rows.
     """
     name = "intercodesql"
-    max_steps = 10
+    max_turns = 10
     error_end = ""  # of most error texts
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
@@ -65,7 +65,7 @@ class InterCodeSQL(Environment):
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
         asked = {q["db"] for questions in self.splits.values() for q in questions.values()}
         if not mysql_url and (missing := asked - self.data.databases.keys()):
-            raise Refused(f"--intercode-data: the dump has no database {min(missing)}; give one "
+            raise UsageError(f"--intercode-data: the dump has no database {min(missing)}; give one "
                           "that has as FOLDER/ic_spider_dbs.sql")
         self._db = None
 

@@ -10,7 +10,7 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from environments import Refused
+from environments import UsageError
 from environments.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from environments.intercodesql.questions import SQLData, numbered
 from environments.user_files import read_json, reading, text_in
@@ -82,7 +82,7 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
                   flags=re.M)
     names = re.findall(r"^USE `(\w+)`;", text, re.M)
     if not names:
-        raise Refused(f"{dump}: no database in it; give InterCode's ic_spider_dbs.sql")
+        raise UsageError(f"{dump}: no database in it; give InterCode's ic_spider_dbs.sql")
     where = databases.server_of(admin_url)
     try:
         with databases.connect(admin_url, password=os.environ.get("MYSQL_ADMIN_PWD", ""),
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
                         "password in MYSQL_PWD")
     asked = parser.parse_args(argv)
     if not (is_mysql_address(asked.admin_url) and is_mysql_address(asked.mysql_url)):
-        raise Refused(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")
+        raise UsageError(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")
     names = load_intercode(asked.dump, asked.admin_url, asked.mysql_url)
     print(f"{len(names)} databases, each with a user that may only read it")
 
@@ -127,6 +127,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (Refused, EnvError, OSError) as error:
+    except (UsageError, EnvError, OSError) as error:
         print(f"spider: {error}", file=sys.stderr)
         sys.exit(2)

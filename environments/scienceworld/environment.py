@@ -82,7 +82,7 @@ class ScienceWorld(Environment):
     name = "scienceworld"
     rules = PROMPT
     test_splits = ("seen", "unseen")
-    max_steps = 100
+    max_turns = 100
     published_types = tuple(SCIENCE_TASKS)
     task_of = staticmethod(_task)
     _idle = []  # simulators that no object uses
@@ -96,7 +96,7 @@ class ScienceWorld(Environment):
     def start(self, task: tuple[str, int]) -> str:
         kind, number = task
         self._task = task
-        self.max_steps = SCIENCE_TASKS[kind][1] or 100
+        self.max_turns = SCIENCE_TASKS[kind][1] or 100
         self.reached = 0.0
         return safely(self, lambda simulator: simulator.load(kind, number))
 

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import requests
 from filelock import FileLock
 
-from environments import Refused
+from environments import UsageError
 from environments.user_files import read_lists
 from environments.webshop.shop import DONE, Page, Shop, show
 from envs import EnvError
@@ -107,7 +107,7 @@ class Client:
         page = self.open(Link("GET", f"{self.url}/coevolve_fixed_{goal}"))
         before = self.known[self.url].setdefault(goal, self._instruction)
         if before != self._instruction:
-            raise Refused(f"{self.url}: the server was replaced. Goal {goal} was {before[-80:]!r} "
+            raise UsageError(f"{self.url}: the server was replaced. Goal {goal} was {before[-80:]!r} "
                           f"and is {self._instruction[-80:]!r}; a start draws new price limits, so "
                           "begin a run with another --out")
         return page

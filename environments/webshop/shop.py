@@ -61,7 +61,7 @@ class Shop(Environment):
     """
     name = "webshop"
     rules = PROMPT
-    max_steps = 10
+    max_turns = 10
     searches_everywhere = False  # as by ETO's protocol
 
     def __init__(self, view: str = "full"):

@@ -141,7 +141,7 @@ class TaskGenerator:
         """Plays the solution under the new goal; why it does not prove it, or None. Once, since
         the shop has no state that a second time could find changed."""
         solution = proposal["solution"]
-        if len(solution) > self.shop.max_steps:
+        if len(solution) > self.shop.max_turns:
             return "its solution is longer than an episode"
         done = self._carried_out(proposal["task"], solution)
         if [each.reply for each in done] != solution:

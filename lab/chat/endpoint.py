@@ -20,7 +20,7 @@ from tqdm import tqdm
 from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
-from common.settings import Refused
+from common.settings import UsageError
 from envs import EnvError
 
 KEY = "OPENAI_API_KEY"  # name of the environment variable
@@ -158,7 +158,7 @@ class Endpoint:
         self.stopped = threading.Event()  # once set, no request is sent and no wait goes on
         self.key = os.environ.get(KEY, "").strip()
         if re.search(r"[^!-~]", self.key):
-            raise Refused(f"{KEY} has a character that no key has; set it again")
+            raise UsageError(f"{KEY} has a character that no key has; set it again")
 
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
         """Sends messages, and retries if an error is transient.

@@ -19,11 +19,11 @@ from typing import Literal, Optional
 
 from tqdm import tqdm
 
-from coevolve import outcomes
-from common.files import hashed, seed_of, whole_lines
-from common.settings import Free, Method, Refused, Stated, limited
+from coevolve import summarise
+from common.files import hash_of, seed_of, whole_lines
+from common.settings import Free, Method, Stated, UsageError, limited
 from dpo import Trajectory
-from engine import playing
+from engine import rollouts
 from engine.experts import evaluated_tasks
 from engine.records import write
 from engine.run import Run
@@ -61,7 +61,7 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
     else:
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
-    return outcomes(episodes, s.hard_threshold) | usage | best_of(episodes, s.rollouts)
+    return summarise(episodes, s.hard_threshold) | usage | best_of(episodes, s.rollouts)
 
 
 def best_of(episodes: list[Trajectory], rollouts: int) -> dict:
@@ -94,7 +94,7 @@ class Paid:
 
     def ask(self, what: tuple, messages: list[dict]) -> dict:
         """Returns the reply to the messages of the conversation `what`, and its usage."""
-        asked = hashed([*what, messages])
+        asked = hash_of([*what, messages])
         row = self.rows.get(asked)
         if row is None:
             try:
@@ -135,13 +135,13 @@ class Paid:
         Args:
             episodes: The trajectories that the episodes fill.
             make_env: Makes an environment.
-            answer: Answers an episode, as in `playing.play`.
+            answer: Answers an episode, as in `rollouts.play`.
         """
         max_tokens = self.run.settings.max_tokens
         works = []
         with self.run.bar(len(episodes)) as progress:
             for slot in range(self.slots):
-                works.append(partial(playing.play, make_env, Text(), episodes[slot::self.slots],
+                works.append(partial(rollouts.play, make_env, Text(), episodes[slot::self.slots],
                                      answer, 1, max_tokens, lambda t: progress.update()))
             self.side_by_side(works)
 
@@ -197,7 +197,7 @@ class Player:
         (t, _), = asked
         s = self.settings
         what = t.task, t.rollout
-        if t.steps:
+        if t.turns:
             _, last = self.paid.last[what]
             if last.get("context_tokens", 0) >= s.max_tokens:
                 return [None]
@@ -207,8 +207,8 @@ class Player:
         try:
             return [(self.paid.ask(what, messages)["reply"], [])]
         except ContextFull as error:
-            if t.steps == 0:
-                self.refuse(t, Refused, f"its first request never fits: {error}; lower "
+            if t.turns == 0:
+                self.refuse(t, UsageError, f"its first request never fits: {error}; lower "
                             f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
                             "use a model with a longer context")
         except NotAnswered as error:
@@ -233,7 +233,7 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
     player.paid.play(episodes, make_env, player.answer)
     usage = player.paid.spent()
     if player.refusals and not usage["requests"]:
-        raise Refused(f"the endpoint refuses every request; {player.refusals[0]}")
+        raise UsageError(f"the endpoint refuses every request; {player.refusals[0]}")
     if player.refusals:
         usage["refused"] = sum(t.ended == "refused" for t in episodes)
     return episodes, usage
@@ -255,7 +255,7 @@ def examples(run: Run) -> list[dict]:
         if len(conversations) == count:
             break
     if len(conversations) < count:
-        raise Refused(f"--examples {count}: expert trajectories that succeed on tasks that "
+        raise UsageError(f"--examples {count}: expert trajectories that succeed on tasks that "
                       f"are not evaluated: {len(conversations)}; lower --examples")
     turns = conversations[0]
     for opening, *rest in conversations[1:]:

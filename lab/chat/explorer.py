@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 import evolve
-from coevolve import outcomes
+from coevolve import summarise
 from common.files import read_jsonl
 from common.settings import Stated, limited
 from engine.records import write
@@ -105,9 +105,9 @@ def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path]
     begun = evolve.begin_exploring(run, signals, 1, i)
     make_env = partial(env_with, run, rows_of(task_set))
     explorer.paid.play(begun, make_env, explorer.answer)
-    kept = [t for t in begun if t.ended != "context"]
+    kept = [t for t in begun if t.ended != "context_limit"]
     write(run, out, kept)
-    numbers = outcomes(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
+    numbers = summarise(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
     return numbers | explorer.paid.spent() | dict(refused=len(begun) - len(kept))
 
 

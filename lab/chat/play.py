@@ -19,15 +19,15 @@ import transformers
 import coevolve
 import dpo
 from common.files import run_of
-from common.settings import Refused, parse
-from engine import chat, models, trial
+from common.settings import UsageError, parse
+from engine import chat, models, self_check
 from engine.machine import Machine
-from engine.sampling import Draw
+from engine.sampling import TokenSampler
 from environments import environment, make
 from envs import Environment, episode
 from lab.runfiles import command, config_of, phases_of, visible, way_of
 
-ENDS = dict(budget="out of turns", context="out of context", done="done")
+ENDS = dict(turn_limit="turn limit", context_limit="context limit", done="done")
 
 
 class Encoder(chat.Encoder):
@@ -60,8 +60,8 @@ class Agent:
         self.model = models.read_model(folder, dtype, machine.device).eval()
         self.encoder = encoder
         self.stops = stops
-        draw = Draw(encoder.sampler(0.0), encoder, stops)
-        self.answer = trial.answer_of(config["ways"]["replies"], self.model, draw, 1,
+        draw = TokenSampler(encoder.sampler(0.0), encoder, stops)
+        self.answer = self_check.make_generator(config["backends"]["replies"], self.model, draw, 1,
                                       s.max_tokens, s.max_new_tokens, s.max_tokens)
 
     @torch.inference_mode()
@@ -69,7 +69,7 @@ class Agent:
         """Returns the greedy reply to an episode so far: ids, text and probability."""
         (ids, _), = self.answer([(t, random.Random())])
         extended = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
-        log_p = dpo.token_log_probs(self.model, [extended], self.encoder.sampler().scores).sum()
+        log_p = dpo.token_log_probs(self.model, [extended], self.encoder.sampler().process_logits).sum()
         self.encoder.typed = ""
         _, _, text = self.encoder.close(ids, self.stops)
         return ids, text, log_p.exp().item()
@@ -103,7 +103,7 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
         while True:
             say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
             shown = len(t.messages) + 1  # the reply has been seen
-            say(f"\n--- turn {t.steps + 1} of {env.max_steps}")
+            say(f"\n--- turn {t.turns + 1} of {env.max_turns}")
             if agent:
                 ids, text, p = agent.propose(t)
                 say(f"The agent's reply, with probability {p:.1%}; Enter accepts it:\n    "
@@ -116,7 +116,7 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
     except (EOFError, KeyboardInterrupt):
         end = "left"
     solved = "no" if t.is_failure else "a"
-    turns = "1 turn" if t.steps == 1 else f"{t.steps} turns"
+    turns = "1 turn" if t.turns == 1 else f"{t.turns} turns"
     return f"{end} after {turns}: reward {t.reward:.3f}, {solved} success"
 
 
@@ -151,7 +151,7 @@ def agent_of(path: Path) -> tuple[Path, Path]:
     existing = [agent for agent in agents if (agent / "config.json").is_file()]
     if run and existing:
         return run, existing[-1]
-    raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in a run; give "
+    raise UsageError(f"--agent {path}: neither a run with a target agent nor an agent in a run; give "
                   "a folder like runs/webshop-coevolve-s0")
 
 
@@ -163,7 +163,7 @@ def chosen(env: Environment, name: str) -> str:
             return name
         return random.choice(env.tasks(name))
     except ValueError as error:
-        raise Refused(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
+        raise UsageError(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
 
 
 def main(argv: list[str]) -> None:
@@ -174,13 +174,13 @@ def main(argv: list[str]) -> None:
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
     arguments, flags = parser.parse_known_args(argv[len(words):])
     if not words:
-        raise Refused("name an environment, such as play webshop; see --help")
+        raise UsageError("name an environment, such as play webshop; see --help")
     run, folder = None, models.MODELS["tiny"]
     if arguments.agent:
         run, folder = agent_of(arguments.agent)
         trained_on = config_of(run)["settings"]["env"]
         if trained_on != words[0]:
-            raise Refused(f"--agent: this agent was trained on {trained_on}, not on {words[0]}")
+            raise UsageError(f"--agent: this agent was trained on {trained_on}, not on {words[0]}")
         flags = [*way_of(run, trained_on), *flags]
     s, options = parse(["--env", words[0], "--method", "sft", "--model", "a person", *flags],
                        coevolve.Settings, coevolve.METHODS, environment)

@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from common.files import read_jsonl
-from engine.words import counted, headline
+from engine.console import counted, headline
 from environments import first_reply
 from lab.page import figures, report
 from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
@@ -27,7 +27,7 @@ from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # of conversations in a page, if not said otherwise
 # Of a trajectory, what the page has: token ids stay behind.
-KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "steps", "ended", "messages")
+KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 EPISODE = {"task", *KEPT} - {"raw_reward"}  # what tells a trajectory from other rows
 
 
@@ -87,7 +87,7 @@ def conversations(run: Path, megabytes: float) -> dict:
     for file, row in episodes_of(run, phases):
         kept = {name: row[name] for name in KEPT if name in row}
         kept["from"] = file.removesuffix(".jsonl")
-        kept["opening"] = first_reply(row["messages"], row["steps"])
+        kept["opening"] = first_reply(row["messages"], row["turns"])
         runs[row["task"]].setdefault(name_of(row), kept)
     pairs = defaultdict(list)  # task -> its pairs
     for row in pairs_in(phases):

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 
 from common.files import read_jsonl, write_json
-from engine.words import SHARES, counted
+from engine.console import SHARES, counted
 from environments import environment
 from lab.runfiles import SOLVED, config_of, phases_of, that_found
 
@@ -16,7 +16,7 @@ from lab.runfiles import SOLVED, config_of, phases_of, that_found
 # aligned to the left.
 Table = tuple[str, list[str], list[tuple]]
 # What is recorded beside what was found.
-RECORDS = {"work", "recipe", "output", "i", "hash", "edited"}
+RECORDS = {"function", "cache_key", "output", "i", "hash", "edited"}
 
 
 def bootstrap_interval(values) -> tuple[float, float]:
@@ -45,7 +45,7 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
         reward = fmean(episode["reward"] for episode in episodes)
         success = fmean(episode["reward"] >= SOLVED for episode in episodes)
         low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
-        full = sum(episode["ended"] == "context" for episode in episodes)
+        full = sum(episode["ended"] == "context_limit" for episode in episodes)
         said = dict(reward=reward, success=success, low=low, high=high, tasks=len(of_task),
                     out_of_context=full)
         found.append(row | said | scenarios(environment(env), of_task))
@@ -76,7 +76,7 @@ def tables(run: Path) -> list[Table]:
     total = Counter()
     for output, row in phases.items():
         if output not in evaluated:
-            kinds[row["work"]].append(row)
+            kinds[row["function"]].append(row)
         total.update({name: row[name] for name in ("seconds", "steps", "episodes", "tokens")
                       if isinstance(row.get(name), int | float)})
     made = [table_of("Evaluation; reward with its 95% bootstrap interval over tasks", found)]

@@ -4,9 +4,9 @@ episodes. `compare` prints this first, since two arms that were meant to differ 
 from collections import Counter
 from pathlib import Path
 
-from common.files import bytes_of, read_jsonl
+from common.files import file_hash, read_jsonl
 from engine.code import code_differences
-from engine.words import phrase
+from engine.console import phrase
 from lab.page.report import Table
 from lab.runfiles import config_of, phases_of, that_found
 from lab.study.methods import Runs, differences
@@ -68,7 +68,7 @@ def difference_of(before: Path, after: Path) -> str:
         return "" if before.exists() == after.exists() else "one run has deleted it"
     if before.is_dir():
         return difference_of_agents(before, after)
-    if bytes_of(before) == bytes_of(after):
+    if file_hash(before) == file_hash(after):
         return ""
     rows, others = read_jsonl(before), read_jsonl(after)
     if all({*EPISODE} <= row.keys() for row in rows + others):
@@ -87,7 +87,7 @@ def difference_of(before: Path, after: Path) -> str:
 
 def difference_of_agents(before: Path, after: Path) -> str:
     """Return how two agents differ: loss, its terms and norm of the first step, and the weights."""
-    weights = [{file.name: bytes_of(file) for file in folder.glob("*.safetensors")}
+    weights = [{file.name: file_hash(file) for file in folder.glob("*.safetensors")}
                for folder in (before, after)]
     logs = [read_jsonl(file) if file.is_file() else []
             for file in (before / "train.jsonl", after / "train.jsonl")]

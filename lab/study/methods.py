@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from common.settings import FREE, Refused, has_mark, names_in, settings_of
+from common.settings import FREE, UsageError, has_mark, names_in, settings_of
 from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of, that_found
 from lab.settings import METHODS, Settings
@@ -83,7 +83,7 @@ def taken_from(run: Path) -> dict:
         return dict(tasks=tasks[-1])
     steps = [row["steps"] for row in trained(phases, "target")]
     if not sum(steps):
-        raise Refused(f"{run}: the target was not trained in it; let this run finish before those "
+        raise UsageError(f"{run}: the target was not trained in it; let this run finish before those "
                       "at equal cost")
     return dict(steps=max(1, round(sum(steps) / len(steps))),
                 lambda_sft=config_of(run)["settings"]["lambda_sft"])
@@ -125,7 +125,7 @@ def named(given: list[tuple[str, Path]]) -> Runs:
         envs.setdefault(settings["env"], path)
         if len(envs) > 1:
             (env, first), (other, _) = envs.items()
-            raise Refused(f"{path} is a run of {other}, and {first} of {env}; compare runs of one "
+            raise UsageError(f"{path} is a run of {other}, and {first} of {env}; compare runs of one "
                           "environment")
         seed = settings["seed"]
         begun = config.get("branch", {}).get("seed", seed)
@@ -133,7 +133,7 @@ def named(given: list[tuple[str, Path]]) -> Runs:
             seed = f"{begun}>{seed}"
         other = runs[name].setdefault(seed, path)
         if other is not path:
-            raise Refused(f"{path} and {other} are both {name} with seed {seed}; leave one out, or "
+            raise UsageError(f"{path} and {other} are both {name} with seed {seed}; leave one out, or "
                           "give each a name of its own: NAME=RUN NAME=RUN")
     ordered = {}
     for name, by_seed in runs.items():
@@ -158,7 +158,7 @@ def finished(folder: Path) -> Runs:
             for name in sorted(counting({*made}) - own):
                 other, before = first.setdefault(name, (path, made[name]))
                 if made[name] != before:
-                    raise Refused(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
+                    raise UsageError(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
                                   "a study's runs differ in method and seed alone; compare "
                                   "reports on any")
         runs |= named([(arm, path) for path in done])

@@ -18,7 +18,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.settings import Refused, flag, names_in, parse
+from common.settings import UsageError, flag, names_in, parse
 from environments import ENVIRONMENTS, environment
 from lab.runfiles import command, count
 from lab.settings import METHODS, Settings
@@ -100,7 +100,7 @@ def launch(env: str, words: list[str], log: Path) -> None:
         status = child.wait()
         running.remove(child)
     if status:
-        raise Refused(f"{words[-1]} ended with status {status} ({log} says why); once its reason "
+        raise UsageError(f"{words[-1]} ended with status {status} ({log} says why); once its reason "
                       "is gone, the same command goes on from here")
 
 
@@ -131,7 +131,7 @@ def main(argv: list[str]) -> None:
     asked, more = parser.parse_known_args(argv)
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {word.split("=")[0] for word in more}:
-        raise Refused("a study takes --methods and --seeds, not --method and --seed")
+        raise UsageError("a study takes --methods and --seeds, not --method and --seed")
     if not asked.report:
         wanted = {*asked.methods, *itertools.chain(*map(needed_by, asked.methods))}
         small = not GPU and not any(word.startswith("--model") for word in more)
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> None:
                   asked.jobs or (min(os.cpu_count(), 8) if small else 1))
     runs = finished(folder)
     if not runs:
-        raise Refused(f"{folder}: no finished run in it (METHOD-sSEED with result.json)")
+        raise UsageError(f"{folder}: no finished run in it (METHOD-sSEED with result.json)")
     print(write_report(f"Study on {asked.env}", runs, folder / "report", COMPARED))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 

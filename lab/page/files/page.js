@@ -5,7 +5,7 @@ const $ = id => document.getElementById(id);
 const bytes = Uint8Array.from(atob($("data").textContent), c => c.charCodeAt(0));
 const data = await new Response(
   new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
-const ENDINGS = {done: "done", budget: "out of steps", context: "out of context"};
+const ENDINGS = {done: "done", turn_limit: "turn limit", context_limit: "context limit", refused: "refused"};
 // Classes of agents with a colour of their own, in page.css; agents of other names share OTHERS.
 const KNOWN = ["expert", "target", "failure", "positive"], OTHERS = ["one", "two", "three"];
 const PHONE = "(max-width: 900px)"; // as in page.css
@@ -288,7 +288,7 @@ function chip(n) {
 // How many turns of a rejected trajectory are learned from.
 function longest() {
   const expert = runs.find(run => run.agent === "expert");
-  return expert && data.cut_turns >= 0 ? expert.steps + data.cut_turns : Infinity;
+  return expert && data.cut_turns >= 0 ? expert.turns + data.cut_turns : Infinity;
 }
 
 const HEADS = [["pair", "left"], ["trains", "left"], ["parts at turn"], ["weight"], ["SFT weight"],
@@ -323,7 +323,7 @@ function pairRow(made) {
   };
   return make("tr", {"aria-selected": String(pair === n), "data-pair": String(n), title: kind},
     say("td", "left", button("", [...side(a), say("span", "arrow", ">"), ...side(b)], toggle),
-      b.steps > longest() ? make("small", {}, `its first ${longest()} turns`) : null),
+      b.turns > longest() ? make("small", {}, `its first ${longest()} turns`) : null),
     say("td", "left", ...visible(trains), typeof iteration === "number" ? "" : `, ${i}`),
     make("td", {}, parted === null ? "\u2013" : String(parted + 1)),
     make("td", {}, weight.toFixed(2)), make("td", {}, made.sft_weight.toFixed(2)),
@@ -369,7 +369,7 @@ function who(run, n, parted, first) {
       : `, parts from the ${first.agent} at turn ${parted + 1}`;
   return say("div", "who " + side, named(run.agent), where + " ", pill(run.reward), " ",
     side ? say("span", "tag " + side, side) : null,
-    make("p", {}, `${run.steps} step${run.steps === 1 ? "" : "s"}${compared}`));
+    make("p", {}, `${run.turns} turn${run.turns === 1 ? "" : "s"}${compared}`));
 }
 
 function cell(run, turn, parted, known, first, n) {

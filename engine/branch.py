@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from common.files import read_json, remove
-from common.settings import FREE, Refused, has_mark, settings_of
+from common.settings import FREE, UsageError, has_mark, settings_of
 from engine.code import code_differences
-from engine.words import counted
+from engine.console import counted
 
 
 def take(run, branch: str, now: dict) -> dict:
@@ -29,13 +29,13 @@ def take(run, branch: str, now: dict) -> dict:
     name, _, output = branch.rpartition("@")
     source = Path(name)
     if not name or (Path(branch) / "phases.json").exists():
-        raise Refused(f"--branch {branch}: give RUN@OUTPUT, such as "
+        raise UsageError(f"--branch {branch}: give RUN@OUTPUT, such as "
                       "runs/webshop-coevolve-s0@iter1/pairs-target.jsonl")
     if not (source / "phases.json").exists():
-        raise Refused(f"--branch {branch}: {name} is no run; give RUN@OUTPUT")
+        raise UsageError(f"--branch {branch}: {name} is no run; give RUN@OUTPUT")
     rows = read_json(source / "phases.json")
     if output not in rows:
-        raise Refused(f"--branch {branch}: the run has no {output!r}; choose from: "
+        raise UsageError(f"--branch {branch}: the run has no {output!r}; choose from: "
                       f"{', '.join(rows)}")
     config = read_json(source / "config.json")
     others = differing(config["settings"], now)
@@ -43,7 +43,7 @@ def take(run, branch: str, now: dict) -> dict:
     of_env = [name for name in settings_of(options) if not has_mark(options, name, FREE)]
     wrong = [others[name] for name in ("env", *of_env, "model", "view") if name in others]
     if wrong:
-        raise Refused(f"--branch {branch}: the run has another {', '.join(wrong)}; give the same, "
+        raise UsageError(f"--branch {branch}: the run has another {', '.join(wrong)}; give the same, "
                       "or begin a new run without --branch")
     seed = others.pop("seed", None)
     code = code_differences(config.get("code"), run.code)
@@ -52,18 +52,18 @@ def take(run, branch: str, now: dict) -> dict:
         if done == output:
             break
         if not Path(done).parts or Path(done).is_absolute() or ".." in Path(done).parts:
-            raise Refused(f"{source / 'phases.json'}: the output {done!r} is not in the run's "
+            raise UsageError(f"{source / 'phases.json'}: the output {done!r} is not in the run's "
                           "folder; restore the file")
         if not (source / done).exists():
-            raise Refused(f"--branch {branch}: {source / done} is not there any more")
+            raise UsageError(f"--branch {branch}: {source / done} is not there any more")
         copy(source / done, run.folder / done)
         taken[done] = row
     settings = list(others.values())
-    run.say(f"{counted(len(taken), 'outputs')} taken from {source}, up to {output}; "
+    run.print(f"{counted(len(taken), 'outputs')} taken from {source}, up to {output}; "
             f"other settings: {', '.join(settings) or 'none'}; "
             f"other code: {', '.join(code) or 'none'}")
     if seed:
-        run.say(f"what is taken was made with another {seed}; `compare` will not pair this run "
+        run.print(f"what is taken was made with another {seed}; `compare` will not pair this run "
                 "with others of its seed")
     # Of a branch of a branch, the seed is that of its first outputs.
     first = config.get("branch", {}).get("seed", config["settings"]["seed"])

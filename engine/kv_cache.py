@@ -1,6 +1,6 @@
 """Replies in conversations that go on: what a model has read of an episode, it never reads again.
 
-`Run.answer` replies with `Kept`, if `engine.trial` has found that it serves the model. A row of the
+`Run.answer` replies with `CachedGenerator`, if `engine.self_check` has found that it serves the model. A row of the
 cache is an episode that is being played, a column is a place in it: token p stands in column p and
 sees columns 0 to p. There are no gaps, and nothing is moved when a token is added.
 
@@ -21,8 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dpo import Ids
-from engine.passes import fill_passes
-from engine.sampling import CHUNK, Draw, Reply, Sampled
+from engine.forward_passes import batch_by_length
+from engine.sampling import PREFILL_CHUNK, Reply, Sampled, TokenSampler
 
 STEP = 16  # columns are seen in multiples of it, since kernels like round sizes [ours]
 
@@ -35,7 +35,7 @@ class Row:
     held: Ids   # the tokens whose keys and values are there
 
 
-class Kept:
+class CachedGenerator:
     """What replies to conversations: answer([(trajectory, random numbers)]) -> [(ids, log_probs)].
 
     Args:
@@ -47,7 +47,7 @@ class Kept:
         tokens: Of a pass that reads, at most, with padding.
     """
 
-    def __init__(self, model, draw: Draw, slots: int, max_tokens: int, max_new_tokens: int,
+    def __init__(self, model, draw: TokenSampler, slots: int, max_tokens: int, max_new_tokens: int,
                  tokens: int):
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation("grouped")
@@ -56,11 +56,11 @@ class Kept:
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.tokens = tokens
-        self.shape = (slots, rounded(max_tokens + 1))  # (R, columns); the last one takes padding
+        self.shape = (slots, round_up(max_tokens + 1))  # (R, columns); the last one takes padding
         self.rows = []                                 # in use
         # A reference that does not count, else the cache would outlive whoever uses it.
         self.cache = Cache(layer_class_to_replicate=partial(Layer, proxy(self)))
-        self.windows = windows_of(model.config)
+        self.windows = window_sizes(model.config)
 
     @torch.inference_mode()
     def __call__(self, asked: list) -> list[Sampled]:
@@ -75,13 +75,13 @@ class Kept:
         new = []
         for row in self.rows:
             ids = told[row.reply.rng]
-            row.held = row.held[:shared_beginning(row.held, ids[:-1])]  # a reply may have been cut
+            row.held = row.held[:common_prefix_length(row.held, ids[:-1])]  # a reply may have been cut
             row.reply = Reply(row.reply.rng)
             new.append(ids[len(row.held):])
         self.write(self.read(new))
 
         # Then a token at a time. Rows that are over stand behind the others, and cost nothing.
-        while count := self.to_front(lambda row: not row.reply.over):
+        while count := self.to_front(lambda row: not row.reply.done):
             rows = self.rows[:count]
             self.write(self.run(rows, [row.reply.ids[-1:] for row in rows]))
         replies = {row.reply.rng: row.reply for row in self.rows}
@@ -108,10 +108,10 @@ class Kept:
     def read(self, new: list[Ids]) -> Tensor:
         """Reads the new tokens of all rows, chunk by chunk. The logits after them, (R, V)."""
         logits = [None] * len(new)
-        for first in range(0, max(map(len, new)), CHUNK):
+        for first in range(0, max(map(len, new)), PREFILL_CHUNK):
             waiting = [n for n, ids in enumerate(new) if len(ids) > first]
-            chunks = [new[n][first:first + CHUNK] for n in waiting]
-            for one in fill_passes([len(chunk) for chunk in chunks], self.tokens):
+            chunks = [new[n][first:first + PREFILL_CHUNK] for n in waiting]
+            for one in batch_by_length([len(chunk) for chunk in chunks], self.tokens):
                 rows = [self.rows[waiting[n]] for n in one]
                 for n, row in zip(one, self.run(rows, [chunks[n] for n in one])):
                     logits[waiting[n]] = row
@@ -124,7 +124,7 @@ class Kept:
         for row in rows:
             written = len(row.reply.ids)
             full = len(row.held) + 1 >= self.max_tokens or written == self.max_new_tokens
-            row.reply.over = row.reply.over or full
+            row.reply.done = row.reply.done or full
 
     def run(self, rows: list[Row], new: list[Ids]) -> Tensor:
         """Runs the new tokens of some rows; the logits after them, (B, V)."""
@@ -137,7 +137,7 @@ class Kept:
             row.held = row.held + more
         places = [row.place for row in rows]
         self.are_first = places == [*range(len(places))]
-        self.width = rounded(max(len(row.held) for row in rows))                       # C
+        self.width = round_up(max(len(row.held) for row in rows))                       # C
         self.places = self.tensor(places)                                              # (B,)
         self.columns = self.tensor(columns)                                            # (B, n)
         positions = self.columns.clamp(min=0)                                          # (B, n)
@@ -165,7 +165,7 @@ class Layer(CacheLayerMixin):
     """Keys and values of one layer, (R, H / G, columns, d) each, with room for all that comes."""
     is_sliding = False  # windows are a matter of masks alone
 
-    def __init__(self, at: Kept):
+    def __init__(self, at: CachedGenerator):
         super().__init__()
         self.at = at  # what says where the new tokens go
 
@@ -216,11 +216,11 @@ AttentionInterface.register("grouped", attend)
 AttentionMaskInterface.register("grouped", AttentionMaskInterface._global_mapping["sdpa"])
 
 
-def rounded(columns: int) -> int:
+def round_up(columns: int) -> int:
     return -(-columns // STEP) * STEP
 
 
-def windows_of(config) -> dict[str, float]:
+def window_sizes(config) -> dict[str, float]:
     """kind of layer -> how many tokens back it sees."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf
@@ -230,7 +230,7 @@ def windows_of(config) -> dict[str, float]:
     return {kind: window if kind == "sliding_attention" else math.inf for kind in kinds}
 
 
-def shared_beginning(a: Ids, b: Ids) -> int:
+def common_prefix_length(a: Ids, b: Ids) -> int:
     """How many tokens both begin with."""
     for n, (token, other) in enumerate(zip(a, b)):
         if token != other:

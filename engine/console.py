@@ -3,8 +3,8 @@
 from collections import defaultdict
 
 # What shares of episodes are called for a person.
-SHARES = {"success": "solved", "hard": "hard failures", "idle": "idle replies",
-          "budget": "out of turns"}
+SHARES = {"success": "success", "hard_negative": "hard negatives", "other_failure": "other failures",
+          "idle": "idle replies", "turn_limit": "at the turn limit"}
 # What is recorded of a phase beside what it found.
 RECORDS = {"i", "seconds", "edited"}
 

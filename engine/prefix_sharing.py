@@ -1,6 +1,6 @@
 """Passes in which trajectories share what they begin alike: it runs once. On a CPU, where products
-of matrices take most of the time, `Run.log_probs` uses it in place of `engine.passes`, if
-`engine.trial` has found it right for the model.
+of matrices take most of the time, `Run.log_probs` uses it in place of `engine.forward_passes`, if
+`engine.self_check` has found it right for the model.
 
     a b c  and  a b d    are the four tokens    a b c d    of a row
     paths = [0, 1, 2], [0, 1, 3]                of each trajectory the places of its tokens
@@ -18,35 +18,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from dpo import Ids, Trajectory, fill, in_fp32, logits_at, padded
-from engine.kept import shared_beginning
-from engine.passes import fill_passes
+from dpo import Ids, Trajectory, chunk_by_cost, in_fp32, logits_at, pad_right
+from engine.forward_passes import batch_by_length
+from engine.kv_cache import common_prefix_length
 
-PART = 512  # tokens of trajectories of like length, with padding, that attend at a time [ours]
+ATTENTION_TOKENS = 512  # tokens of trajectories of like length, with padding, that attend at a time [ours]
 
 
 def log_probs(
     model,
     trajectories: list[Trajectory],
     tokens: int,
-    scores: Callable = in_fp32,
+    logits_processor: Callable = in_fp32,
 ) -> Tensor:
     """What `dpo.token_log_probs` gives of many trajectories, (A,), by passes of at most so many
-    tokens. Neighbours share a pass. The model has the attention "shared"."""
-    passes = fill(trajectories, [len(t.ids) for t in trajectories], tokens)
-    return torch.cat([log_probs_of_row(model, some, scores) for some in passes])
+    tokens. Neighbours share a pass. The model has the attention "prefix_sharing"."""
+    passes = chunk_by_cost(trajectories, [len(t.ids) for t in trajectories], tokens)
+    return torch.cat([packed_log_probs(model, some, logits_processor) for some in passes])
 
 
-def log_probs_of_row(model, trajectories: list[Trajectory], scores: Callable) -> Tensor:
+def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Callable) -> Tensor:
     """The same of trajectories that are one row."""
-    ids, depths, paths = row_of(trajectories)
+    ids, depths, paths = pack_prefix_tree(trajectories)
 
     # Which trajectories attend side by side, and where each token of the row stands among them.
     parts = []
     stands = [0] * len(ids)  # (N,)
     before = 0
-    for part in fill_passes([len(path) for path in paths], PART):
-        places = padded([paths[n] for n in part])                                 # (T, L)
+    for part in batch_by_length([len(path) for path in paths], ATTENTION_TOKENS):
+        places = pad_right([paths[n] for n in part])                                 # (T, L)
         for n in part:
             for k, place in enumerate(paths[n]):
                 stands[place] = before + k
@@ -66,10 +66,10 @@ def log_probs_of_row(model, trajectories: list[Trajectory], scores: Callable) ->
     logits = logits_at(places, model, input_ids=torch.tensor([ids]),
                        position_ids=torch.tensor([depths]), parts=parts,
                        stands=torch.tensor(stands))                               # (1, K, V)
-    return scores(logits[0]).log_softmax(-1)[which, targets]                      # (A,)
+    return logits_processor(logits[0]).log_softmax(-1)[which, targets]                      # (A,)
 
 
-def row_of(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[int]]]:
+def pack_prefix_tree(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[int]]]:
     """The row of some trajectories: its tokens, (N,); the place of each in the trajectories that
     it is of, (N,); and the path of each trajectory."""
     ids, depths = [], []
@@ -78,7 +78,7 @@ def row_of(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[in
     # In the order of their ids, each shares most with the one before it.
     for n in sorted(range(len(trajectories)), key=lambda n: trajectories[n].ids):
         own = trajectories[n].ids
-        shared = shared_beginning(before, own)
+        shared = common_prefix_length(before, own)
         path = path[:shared] + [*range(len(ids), len(ids) + len(own) - shared)]
         ids += own[shared:]
         depths += range(shared, len(own))
@@ -89,7 +89,7 @@ def row_of(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[in
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, parts=None,
            stands=None, **options):
-    """Attends causally within each trajectory of a row, as `log_probs_of_row` calls it; else as
+    """Attends causally within each trajectory of a row, as `packed_log_probs` calls it; else as
     transformers does.
 
     Args:
@@ -118,4 +118,4 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, pa
     return torch.cat(found)[stands][None], None
 
 
-AttentionInterface.register("shared", attend)
+AttentionInterface.register("prefix_sharing", attend)

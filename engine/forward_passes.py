@@ -1,7 +1,7 @@
 """Passes: which trajectories a model reads in one forward, and on which rank. Nothing depends on
 it but time, and rounding.
 
-`Run.log_probs` calls `log_probs_in_passes`, or on a CPU `engine.shared`.
+`Run.log_probs` calls `distributed_log_probs`, or on a CPU `engine.prefix_sharing`.
 """
 
 import math
@@ -18,12 +18,12 @@ FLOOR = 1024  # tokens: a pass of fewer hardly takes less time than one of so ma
 Pass = list[int]  # of which trajectories it is, by their places; the longest is the first
 
 
-def log_probs_in_passes(
+def distributed_log_probs(
     accelerator,
     model,
     trajectories: list[Trajectory],
     tokens: int,
-    scores: Callable = in_fp32,
+    logits_processor: Callable = in_fp32,
 ) -> Tensor:
     """Computes `token_log_probs` of many trajectories, by several passes that the ranks share.
 
@@ -44,12 +44,12 @@ def log_probs_in_passes(
     found = [torch.zeros(t.action_count, device=device) for t in trajectories]
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        for passes in deal(lengths, tokens, ranks):
+        for passes in schedule_rounds(lengths, tokens, ranks):
             # All ranks have to meet in a pass. One without work repeats a text, and forgets it.
             works = rank < len(passes)
             places = passes[rank] if works else passes[-1][-1:]
             some = [trajectories[place] for place in places]
-            values = int(works) * token_log_probs(model, some, scores)
+            values = int(works) * token_log_probs(model, some, logits_processor)
             parts = values.split([t.action_count for t in some])
             for place, part in zip(places, parts):
                 found[place] = found[place] + part
@@ -67,11 +67,11 @@ def log_probs_in_passes(
 
 def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bool:
     """Returns True if trajectories need at most one forward pass on each rank, of at most `tokens`
-    tokens. `deal` never chooses rounds that keep more in a rank's memory than this round."""
-    return len(fill_passes([len(t.ids) for t in trajectories], tokens)) <= ranks
+    tokens. `schedule_rounds` never chooses rounds that keep more in a rank's memory than this round."""
+    return len(batch_by_length([len(t.ids) for t in trajectories], tokens)) <= ranks
 
 
-def deal(lengths: list[int], tokens: int, ranks: int) -> list[list[Pass]]:
+def schedule_rounds(lengths: list[int], tokens: int, ranks: int) -> list[list[Pass]]:
     """Shares trajectories among ranks. In each round every rank runs one pass, and waits for the
     slowest.
 
@@ -84,13 +84,13 @@ def deal(lengths: list[int], tokens: int, ranks: int) -> list[list[Pass]]:
         Rounds of at most `ranks` passes.
     """
     if ranks == 1:
-        return [[one] for one in fill_passes(lengths, tokens)]
+        return [[one] for one in batch_by_length(lengths, tokens)]
 
     # Large passes are best for each rank, but where some are left over the others idle.
     best = []
     least = math.inf
     for part in range(LIMITS, 0, -1):
-        passes = fill_passes(lengths, tokens * part / LIMITS)
+        passes = batch_by_length(lengths, tokens * part / LIMITS)
         passes.sort(key=lambda one: cost(one, lengths), reverse=True)
         rounds = []
         time = 0
@@ -108,7 +108,7 @@ def cost(one: Pass, lengths: list[int]) -> int:
     return len(one) * lengths[one[0]]
 
 
-def fill_passes(lengths: list[int], limit: float) -> list[Pass]:
+def batch_by_length(lengths: list[int], limit: float) -> list[Pass]:
     """Passes that cost at most so many tokens, or are of one trajectory that has more. The longest
     come first, so that those of a pass are of like length and little is padded."""
     passes = []

@@ -8,29 +8,29 @@ from collections.abc import Callable
 
 import torch
 
-from common.settings import Refused
+from common.settings import UsageError
 from dpo import Ids, Trajectory, token_log_probs
-from engine import models, shared
+from engine import models, prefix_sharing
 from engine.chat import Encoder, first_line
-from engine.kept import Kept
-from engine.sampling import Draw, Sampler, replies
+from engine.kv_cache import CachedGenerator
+from engine.sampling import Sampler, TokenSampler, generate_replies
 
-RIGHT = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faults 0.012 and more
-SHORT = 24    # tokens of the shortest text
-NEW = 6       # tokens of a reply
+TOLERANCE = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faults 0.012 and more
+SHORT_TOKENS = 24    # tokens of the shortest text
+REPLY_TOKENS = 6       # tokens of a reply
 # Ways of replying, the fastest first: rows of a cache that is kept over turns; else `generate`,
 # side by side with a cache of one turn, or one at a time.
-REPLIES = ("kept", "side by side", "alone")
+REPLY_BACKENDS = ("kv_cache", "batched", "single")
 # Ways of passes: with beginnings that are shared, or rows that are padded; else one at a time.
-PASSES = ("shared", "padded")
+PASS_BACKENDS = ("prefix_sharing", "padded")
 # What a model's code raises where it lacks a way of being run. Disk and driver are not among them.
-OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
+MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
            TypeError, ValueError)
-OF_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError)  # which are RuntimeErrors, too
+MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # which are RuntimeErrors, too
 
 
 @torch.inference_mode()
-def trial(model, encoder: Encoder, longest: int = 64) -> dict:
+def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
     """Finds the ways to ask a model that give right log-probabilities: those of plain passes over
     one text. Some models read padding, or err with their cache, or by a text's length.
 
@@ -43,19 +43,19 @@ def trial(model, encoder: Encoder, longest: int = 64) -> dict:
         longest: Tokens of the longest text that is tried, since some faults begin at a length.
 
     Returns:
-        The fastest of REPLIES that is right, as `replies`; and those of PASSES that are.
+        The fastest of REPLY_BACKENDS that is right, as `replies`; and those of PASS_BACKENDS that are.
 
     Raises:
         Refused: No way is right. What the machine lacks, memory say, is raised as it is.
     """
     model.float()
     attention = model.config._attn_implementation
-    texts = texts_of(encoder, longest)
+    texts = random_sequences(encoder, longest)
     why = ""
-    for way in REPLIES:
-        error, why = error_of(lambda: error_of_replies(model, encoder, texts, longest, way))
+    for way in REPLY_BACKENDS:
+        error, why = backend_error(lambda: reply_error(model, encoder, texts, longest, way))
         model.set_attn_implementation(attention)
-        if error < RIGHT:
+        if error < TOLERANCE:
             break
     else:
         remedy = "use another model"
@@ -63,52 +63,52 @@ def trial(model, encoder: Encoder, longest: int = 64) -> dict:
         if longest > positions:
             remedy = f"it has {positions:,} positions, lower --max-tokens {longest}"
         why = why or "its replies have other log-probabilities than plain passes over them"
-        raise Refused(f"--model {model.name_or_path}: {type(model).__name__} cannot be used: "
+        raise UsageError(f"--model {model.name_or_path}: {type(model).__name__} cannot be used: "
                       f"{why}; {remedy}")
 
     right = []
-    for passes in PASSES:
-        error, _ = error_of(lambda: error_of_passes(model, texts, passes))
+    for passes in PASS_BACKENDS:
+        error, _ = backend_error(lambda: pass_error(model, texts, passes))
         model.set_attn_implementation(attention)
-        if error < RIGHT:
+        if error < TOLERANCE:
             right.append(passes)
     return dict(replies=way, passes=right)
 
 
-def error_of(tried: Callable) -> tuple[float, str]:
+def backend_error(tried: Callable) -> tuple[float, str]:
     """How far a way is off, and why it cannot be taken at all, if it cannot."""
     try:
         return tried(), ""
-    except OF_MACHINE:
+    except MACHINE_ERRORS:
         raise
-    except OF_CODE as error:
+    except MODEL_ERRORS as error:
         if "DefaultCPUAllocator" in str(error):  # out of memory, on a CPU
             raise MemoryError(str(error)) from None
         return float("inf"), first_line(error)
 
 
-def texts_of(encoder: Encoder, longest: int) -> list[Ids]:
+def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     """Returns random texts: a long one, its beginning with another end, a short one, and one of a
     third of the length, since some models err at neither end. None is longer than a third and
     shorter than the long ones: some models read all of a text otherwise from a length on, and none
     is to grow past it."""
     rng = random.Random(0)
-    drawn = sorted(encoder.known - set(never_of(encoder)))
-    long = rng.choices(drawn, k=max(SHORT, longest - 4 * NEW))
+    drawn = sorted(encoder.valid_ids - set(suppressed_ids_of(encoder)))
+    long = rng.choices(drawn, k=max(SHORT_TOKENS, longest - 4 * REPLY_TOKENS))
     twin = long[:len(long) // 3] + rng.choices(drawn, k=len(long) - len(long) // 3)
-    texts = [long, twin, rng.choices(drawn, k=min(SHORT, longest // 3))]
-    return [*texts, rng.choices(drawn, k=longest // 3)] if longest // 3 > SHORT else texts
+    texts = [long, twin, rng.choices(drawn, k=min(SHORT_TOKENS, longest // 3))]
+    return [*texts, rng.choices(drawn, k=longest // 3)] if longest // 3 > SHORT_TOKENS else texts
 
 
-def never_of(encoder: Encoder) -> tuple[int, ...]:
+def suppressed_ids_of(encoder: Encoder) -> tuple[int, ...]:
     """What a reply of a trial never has, so that none ends early."""
-    return (*encoder.sampler().never, encoder.end_of_turn)
+    return (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
 
 
-def error_of_replies(model, encoder: Encoder, texts: list[Ids], longest: int, way: str) -> float:
+def reply_error(model, encoder: Encoder, texts: list[Ids], longest: int, way: str) -> float:
     """How far replies to the texts, in two turns, are off plain passes, in nats a token."""
-    sampler = Sampler(never=never_of(encoder))
-    answer = answer_of(way, model, Draw(sampler, encoder, ()), len(texts), longest, NEW, longest)
+    sampler = Sampler(suppressed_ids=suppressed_ids_of(encoder))
+    answer = make_generator(way, model, TokenSampler(sampler, encoder, ()), len(texts), longest, REPLY_TOKENS, longest)
     rng = random.Random(1)
     asked = []
     for n, ids in enumerate(texts):
@@ -117,37 +117,37 @@ def error_of_replies(model, encoder: Encoder, texts: list[Ids], longest: int, wa
         for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
             t.extend(ids, is_action=True)
             t.log_probs += log_probs
-            t.extend(rng.choices(texts[0], k=NEW), is_action=False)
+            t.extend(rng.choices(texts[0], k=REPLY_TOKENS), is_action=False)
     worst = 0.0
     for t, _ in asked:
-        plain = token_log_probs(model, [t], sampler.scores)                       # (A,)
+        plain = token_log_probs(model, [t], sampler.process_logits)                       # (A,)
         worst = max(worst, (plain - plain.new_tensor(t.log_probs)).abs().mean().item())
     return worst
 
 
-def answer_of(way: str, model, draw: Draw, slots: int, max_tokens: int, max_new_tokens: int,
+def make_generator(way: str, model, draw: TokenSampler, slots: int, max_tokens: int, max_new_tokens: int,
               tokens: int) -> Callable:
-    """What replies to conversations in one of the REPLIES, see `engine.kept.Kept`."""
-    if way == "kept":
-        return Kept(model, draw, slots, max_tokens, max_new_tokens, tokens)
+    """What replies to conversations in one of the REPLY_BACKENDS, see `engine.kv_cache.CachedGenerator`."""
+    if way == "kv_cache":
+        return CachedGenerator(model, draw, slots, max_tokens, max_new_tokens, tokens)
 
     def reply(asked):
         conversations = [(t.ids, rng) for t, rng in asked]
-        return replies(model, draw, max_new_tokens, conversations, alone=way == "alone")
+        return generate_replies(model, draw, max_new_tokens, conversations, alone=way == "single")
 
     return reply
 
 
-def error_of_passes(model, texts: list[Ids], passes: str) -> float:
+def pass_error(model, texts: list[Ids], passes: str) -> float:
     """How far a pass over all texts is off plain passes over each, in nats a token."""
     trajectories = []
     for ids in texts:
-        mask = [int(k % 8 == 0 or k > len(ids) - NEW) for k in range(len(ids))]
+        mask = [int(k % 8 == 0 or k > len(ids) - REPLY_TOKENS) for k in range(len(ids))]
         trajectories.append(Trajectory(ids=ids, action_mask=mask))
     plain = [token_log_probs(model, [t]) for t in trajectories]                   # (a,) each
-    if passes == "shared":
-        model.set_attn_implementation("shared")
-        found = shared.log_probs(model, trajectories, sum(map(len, texts)))       # (A,)
+    if passes == "prefix_sharing":
+        model.set_attn_implementation("prefix_sharing")
+        found = prefix_sharing.log_probs(model, trajectories, sum(map(len, texts)))       # (A,)
     else:
         found = token_log_probs(model, trajectories)                              # (A,)
     errors = []
