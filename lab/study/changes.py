@@ -4,6 +4,8 @@ episodes. `compare` prints this first, since two arms that were meant to differ 
 from collections import Counter
 from pathlib import Path
 
+from safetensors import safe_open
+
 from common.files import file_hash, read_jsonl
 from engine.code import code_differences
 from engine.console import phrase
@@ -101,8 +103,23 @@ def difference_of_agents(before: Path, after: Path) -> str:
         for name in "loss", "dpo", "sft", "norm":
             if name in one and name in other:
                 parts.append(f"first {name} {one[name]:.4g} -> {other[name]:.4g}")
-    parts.append("the same weights" if weights[0] == weights[1] else "other weights")
+    parts.append("the same weights" if weights[0] == weights[1] else weights_apart(before, after))
     return "; ".join(parts)
+
+
+def weights_apart(before: Path, after: Path) -> str:
+    """Return by how much the weights of two agents differ. Rounding alone makes about 1e-8."""
+    largest = 0.0
+    for file in before.glob("*.safetensors"):
+        if not (after / file.name).exists():
+            return "other files of weights"
+        with safe_open(file, "pt") as one, safe_open(after / file.name, "pt") as other:
+            if {*one.keys()} != {*other.keys()}:
+                return "other names of weights"
+            for name in one.keys():
+                difference = one.get_tensor(name) - other.get_tensor(name)
+                largest = max(largest, difference.abs().max().item())
+    return f"weights differ by at most {largest:.2g}"
 
 
 def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
