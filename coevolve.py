@@ -654,8 +654,8 @@ class Data:
     seed: types.Whole = 0
     # Output folder [runs/ENV-METHOD-sSEED]
     out: types.Free[Optional[str]] = None
-    # RUN@OUTPUT: reuse the outputs of RUN that come before OUTPUT, then continue with these settings
-    # [none]
+    # RUN@OUTPUT: reuse the outputs of RUN that come before OUTPUT, then continue with these
+    # settings [none]
     branch: types.Free[Optional[str]] = None
     # Run the same phases on fewer tasks, which takes about a minute with the model tiny [ours]
     quick: bool = False
@@ -739,16 +739,16 @@ class Preferences:
     # Reference model pi_ref, to which DPO compares the agent: "iteration" is the agent at the start
     # of the iteration, "sft" is the agent after SFT, and "none" sets pi_ref = 1 [ETO; IPR: sft]
     reference: Literal["iteration", "sft", "none"] = "iteration"
-    # Denominator of the batch loss, SFT term included: the sum of the pairs' weights, with which the
-    # size of the SFT term does not depend on --rollouts, or the number of pairs [ours]
+    # Denominator of the batch loss, SFT term included: the sum of the pairs' weights, with which
+    # the size of the SFT term does not depend on --rollouts, or the number of pairs [ours]
     denominator: Literal["weights", "pairs"] = "weights"
     # Swap or drop a pair in which the expert has the lower reward [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
     # Weights of the expert pairs of a task: "instruction" makes them sum to 1, "none" gives each of
     # them 1, as in ETO [Section 4.3; ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
-    # Weight of each failure pair of the target: "rollouts" is 1 / (the target's rollouts of the task
-    # x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
+    # Weight of each failure pair of the target: "rollouts" is 1 / (the target's rollouts of the
+    # task x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
     failure_pair_weights: Literal["rollouts", "none"] = "rollouts"
     # Failure pairs that the target learns from: "cross" compares each of its failures with each
     # failure of another agent, "hard" keeps the pairs whose chosen reward is at least

@@ -212,9 +212,9 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
 # -------------------------------------------------------------------------------------- losses
 # A loss function has the form loss(policy, groups), where `policy` is log pi of all action tokens
 # in the groups, (A,). It returns a dict of sums over the groups, () each, and statistics as a dict
-# {kind of pair: {name: sum}}. The sum named `loss` is trained on. Other sums, such as its terms, are
-# logged. To get means, `train` divides the sums over a batch by denominator(batch): `action_count`
-# for SFT, and `pair_weight` or `pair_count` for Eq. (9).
+# {kind of pair: {name: sum}}. The sum named `loss` is trained on. Other sums, such as its terms,
+# are logged. To get means, `train` divides the sums over a batch by denominator(batch), which is
+# `action_count` for SFT, and `pair_weight` or `pair_count` for Eq. (9).
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:

@@ -2,8 +2,8 @@
 
 An environment is a folder of `environments/`, which extends the class `Environment` below; a good
 one to read first is `environments/webshop/shop.py`. The function `episode` uses no tensors, so the
-agent may be a model, an API endpoint or a person. The module `engine.rollouts` runs many episodes in
-parallel.
+agent may be a model, an API endpoint or a person. The module `engine.rollouts` runs many episodes
+in parallel.
 """
 
 import random
