@@ -1,8 +1,8 @@
 """A run: its folder, its cached phases, and the training and inference of its models.
 
 The loops and phases of `coevolve.py` get a `Run`. Its method `once` runs a phase or reuses its
-output, which is also how a run resumes. `load`, `log_probs` and `fit` train a model, and `play` runs
-episodes.
+output, which is also how a run resumes. `load`, `log_probs` and `fit` train a model, and `play`
+runs episodes.
 """
 
 import os
@@ -436,7 +436,7 @@ class Run:
             return models.read_model(agent, dtype, self.machine.device).eval()
 
     def slots(self, model) -> int:
-        """Returns the number of episodes that a rank runs in parallel. On a GPU, memory limits it."""
+        """Returns the number of episodes that a rank runs in parallel, which a GPU's memory limits."""
         s = self.settings
         if self.machine.device.type != "cuda":
             return s.slots or (64 if self.parameters < machine.SMALL else 8)
@@ -525,8 +525,8 @@ def model_backends(run: Run, model: Path) -> dict:
     longest = run.settings.max_tokens
     positions = models.positions_of(run.config)
     if longest > positions:
-        run.print(f"--model {model} has {positions:,} positions, and it never learned to read longer "
-                  f"episodes; lower --max-tokens {longest}")
+        run.print(f"--model {model} has {positions:,} positions, and it never learned to read "
+                  f"longer episodes; lower --max-tokens {longest}")
     if device.type == "cuda" and not machine.fits_in_fp32(run.config, run.parameters,
                                                           machine.free_memory(), longest):
         device = "cpu"

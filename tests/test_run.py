@@ -861,7 +861,7 @@ def in_fp8(folder):
     (lambda f: configured(f, pad_token_id="none"), "--model"),
     (pruned, "weights are missing, such as model.layers.1."),
     (lambda f: configured(f, intermediate_size=64), "; give a"),
-    (lambda f: configured(f, model_type="t5"), "t5 is no causal language model of transformers; "),
+    (lambda f: configured(f, model_type="t5"), "t5 is not a causal language model of transformers; "),
 ])
 def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
     folder = shutil.copytree(small_model, tmp_path / "model")
@@ -902,7 +902,7 @@ def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model,
     base = shutil.copytree(small_model, tmp_path / "base")
     configured(base, max_position_embeddings=255)
     toy_run(*SFT, "--model", base)
-    assert f"{base} has 255 positions: " in capsys.readouterr().out
+    assert f"{base} has 255 positions, " in capsys.readouterr().out
 
 
 def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_path):
