@@ -41,7 +41,8 @@ COMPILED = 1_000_000_000
 MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}  # name -> folder, or a function returning it
 # Names of weights that the log-probabilities of text do not depend on. They belong to heads for
 # multi-token prediction, to value heads, and to the image and audio encoders of multimodal models.
-UNUSED_WEIGHTS = re.compile(r"(^|\.)(mtp|v_head|value_head|vision|visual|vq|image|audio|multi_modal)")
+UNUSED_WEIGHTS = re.compile(
+    r"(^|\.)(mtp|v_head|value_head|vision|visual|vq|image|audio|multi_modal)")
 
 
 def folder_of(model: str) -> Path:
@@ -161,7 +162,7 @@ def read_config(folder):
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if a folder is a run, or has an adapter, which would silently be ignored."""
+    """Raises UsageError if a folder is a run, or has an adapter, which would silently be lost."""
     if (folder / "phases.json").exists():
         agents = [str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")
                   if file.parent != folder]
@@ -218,7 +219,8 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
         text.generation_config = model.generation_config
         model = text.eval()
     if not is_causal_lm(model.config):
-        raise UsageError(f"--model {folder}: a saved copy of it could not be read; use a text model")
+        raise UsageError(f"--model {folder}: a saved copy of it could not be read; use a "
+                         "text model")
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         # The checkpoint has an output head of its own, even if its config ties the two.

@@ -436,7 +436,7 @@ class Run:
             return models.read_model(agent, dtype, self.machine.device).eval()
 
     def slots(self, model) -> int:
-        """Returns the number of episodes that a rank runs in parallel, which a GPU's memory limits."""
+        """Returns the number of parallel episodes on a rank. On a GPU it depends on free memory."""
         s = self.settings
         if self.machine.device.type != "cuda":
             return s.slots or (64 if self.parameters < machine.SMALL else 8)
