@@ -161,7 +161,7 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
     # cuDNN plans its attention anew for each shape, which takes 0.1 s or more. Lengths vary, so
     # nearly every forward pass in training and every third decode step has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # NVIDIA's containers turn on TF32, but fp32 has to be fp32 here.
+    # NVIDIA's containers turn on TF32, which is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False
     # Ignore plugins that a default_config.yaml of accelerate turns on.
     for plugin in "DEEPSPEED", "FSDP", "MEGATRON_LM":
@@ -172,7 +172,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 
 
 # ------------------------------------------------------------------------- what fits on a GPU
-# These estimates count tensors. docs/large_models.md compares them with peaks of an H100.
+# These estimates add up the sizes of tensors. docs/large_models.md compares them with the peak
+# memory on an H100.
 
 SMALL = 10_000_000  # parameters; a larger model is slow on a CPU even with a small batch [ours]
 FREE = 0.92  # usable fraction of memory; CUDA contexts, NCCL buffers and gaps take the rest

@@ -95,7 +95,7 @@ def commit_of(name: str) -> str | None:
         return None
     try:
         return extract_commit_hash(file_of(name, "config.json"), None)
-    except (OSError, ValueError):  # the Hub does not have it either, for which `read` raises
+    except (OSError, ValueError):  # the Hub does not have it either; `read` raises an error
         return None
 
 
@@ -414,7 +414,7 @@ def prepare(model, recompute: bool):
 def load(accelerator, folder, recompute: bool, shard: bool):
     """Returns the model in a folder, in fp32 and ready to train.
 
-    At a learning rate of 1e-6, weights in bf16 would not change at all.
+    At a learning rate of 1e-6, most updates are too small to change a weight in bf16.
 
     Args:
         accelerator: The Accelerator of the run.
@@ -538,8 +538,8 @@ OUTSIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 def write_for_transformers_4(folder: Path) -> None:
     """Adds the names that transformers 4 uses to the files of a saved model.
 
-    Released servers and converters depend on that version. If it did not find rope_theta under its
-    old name, it would silently use a default.
+    Released servers and converters depend on that version. Without rope_theta under its old name,
+    transformers 4 would silently use a default.
     """
     config = read_json(folder / "config.json")
     config.pop("auto_map", None)  # it refers to code that is not saved

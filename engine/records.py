@@ -173,7 +173,7 @@ def write_pairs(run, file: Path, pairs: list[Pair]) -> None:
 
 
 def named(pair: Pair) -> dict:
-    """Returns the name of a pair in files: the task, the kind and the names of its two sides."""
+    """Returns the fields that identify a pair in a file, and the rewards of its two sides."""
     sides = {}
     for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():
         sides[side] = dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,

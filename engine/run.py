@@ -150,7 +150,7 @@ class Run:
                          if (self.folder / output).exists()}
         self.machine.wait()
 
-        # 4. Update both files, and open the log.
+        # 4. Write config.json and phases.json, and open the log.
         if self.main:
             self.run_config = before  # the content of config.json
             self.note(settings=before["settings"] | now)
@@ -161,7 +161,7 @@ class Run:
         self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
 
     def note(self, **facts) -> None:
-        """Adds facts to config.json, if any of them is new."""
+        """Adds entries to config.json, and writes it if that changes it."""
         if self.main and self.run_config != self.run_config | facts:
             self.run_config |= facts
             write_json(self.folder / "config.json", self.run_config)
@@ -271,7 +271,8 @@ class Run:
     def close(self) -> None:
         """Marks the run as finished, and unlocks its folder.
 
-        Records of outputs that this process has not requested are removed. Another loop made them.
+        Records of outputs that this process has not requested are removed, since they belong to an
+        earlier version of the loop.
         """
         if self.main:
             write_json(self.folder / "phases.json", self.done)

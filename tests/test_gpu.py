@@ -179,6 +179,7 @@ for folder in sys.argv[1:]:
 
 
 def test_no_operation_mixes_devices_and_the_host_waits_once_a_token(guard, qwen3):
+    """A decode step has a single host-device synchronisation, in which the host gets the token."""
     said = on_card(guard, MIXED, TINY, qwen3).splitlines()
     assert said[:4] == ["6.0 [3.0, 3.0, 3.0]", "True", "True", "True"]
     assert list(map(float, said[4:])) == [1, 1]  # for the token itself
