@@ -161,7 +161,7 @@ class Run:
         self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
 
     def note(self, **facts) -> None:
-        """Adds entries to config.json, and writes it if that changes it."""
+        """Adds entries to config.json, and rewrites the file if any of them is new."""
         if self.main and self.run_config != self.run_config | facts:
             self.run_config |= facts
             write_json(self.folder / "config.json", self.run_config)
