@@ -222,51 +222,68 @@ class Run:
             inputs_key = input_key(inputs, agents)
         cache_key = hash_of([phase.__name__, inputs_key, values, self.fingerprint])
 
-        # 2. Reuse the output if it has the same cache key.
-        row = self.recorded.pop(output, None)
-        if row:
-            if row["cache_key"] == cache_key:
-                row.pop("edited", None)
-                if is_edited(path, row):
-                    row["edited"] = True
-                    self.print(f"{output} was edited; the run uses it as it is, but its recorded "
-                               "numbers are from before the edit")
-                self.done[output] = row
-                return path
-            self.print(f"{output} is recomputed, because its inputs or parameters have changed")
+        # 2. Reuse the output if its cache key is the same.
+        if self.reuse(output, cache_key):
+            return path
 
-        # 3. Run the phase, which writes to a temporary path.
+        # 3. Otherwise run the phase, and record its output.
         self.note(code=self.code, finished=False)
         check_edits(self, inputs)
         started = time.perf_counter()
         temporary = path.with_name(f"{path.name}.tmp")
+        self.prepare_paths(path, temporary)
+        numbers = phase(self, temporary, *inputs, **parameters)
+        with prefix_errors(label):
+            numbers = checked(numbers, temporary, self.main)
+        self.machine.wait()
+        seconds = round(time.perf_counter() - started, 1)
+        row = dict(function=phase.__name__, cache_key=cache_key)
+        self.record(path, temporary, row | values | dict(seconds=seconds) | numbers)
+        return path
+
+    def reuse(self, output: str, cache_key: str) -> bool:
+        """Returns True if an earlier process made this output with the same cache key.
+
+        Its record is then also that of this process.
+        """
+        row = self.recorded.pop(output, None)
+        if row is None:
+            return False
+        if row["cache_key"] != cache_key:
+            self.print(f"{output} is recomputed, because its inputs or parameters have changed")
+            return False
+        row.pop("edited", None)
+        if is_edited(self.folder / output, row):
+            row["edited"] = True
+            self.print(f"{output} was edited; the run uses it as it is, but its recorded numbers "
+                       "are from before the edit")
+        self.done[output] = row
+        return True
+
+    def prepare_paths(self, path: Path, temporary: Path) -> None:
+        """Makes the folder of an output, and removes what an interrupted phase has left there."""
         self.machine.wait()
         if self.main:
             files.remove(self.folder / "result.json")  # which only a finished run has
             path.parent.mkdir(exist_ok=True)
             files.remove(temporary)
         self.machine.wait()
-        numbers = phase(self, temporary, *inputs, **parameters)
-        with prefix_errors(label):
-            numbers = checked(numbers, temporary, self.main)
-        self.machine.wait()
 
-        # 4. Rename the output and record it. An interrupted run never leaves an incomplete output
-        #    under its final name.
-        seconds = round(time.perf_counter() - started, 1)
-        row = dict(function=phase.__name__, cache_key=cache_key)
-        row |= values | dict(seconds=seconds) | numbers
-        self.done[output] = row
+    def record(self, path: Path, temporary: Path, row: dict) -> None:
+        """Renames a finished output, writes its record to phases.json, and logs it.
+
+        An interrupted run therefore never leaves an incomplete output under its final name.
+        """
+        self.done[self.name] = row
         if self.main:
             files.remove(path)
             os.replace(temporary, path)
             if path.is_file():
                 row["hash"] = file_hash(path)  # `is_edited` compares it
             write_json(self.folder / "phases.json", self.done | self.recorded)
-        self.print(sentence(output, row))
-        self.tracking.log("phase", output, row)
+        self.print(sentence(self.name, row))
+        self.tracking.log("phase", self.name, row)
         self.machine.wait()
-        return path
 
     def close(self) -> None:
         """Marks the run as finished, and unlocks its folder.
