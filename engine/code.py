@@ -67,7 +67,7 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # With the same commit, an unlisted file is as in that commit. Otherwise it does not exist.
+    # If both commits are equal, an unlisted file is unchanged. Otherwise it does not exist.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 
