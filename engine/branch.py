@@ -14,7 +14,9 @@ from engine.console import counted
 
 
 def take(run, branch: str, now: dict) -> dict:
-    """Copies the outputs that another run made before a given output. Weight files become hard links.
+    """Copies the outputs that another run made before a given output.
+
+    Weight files become hard links.
 
     Args:
         run: The new run.
