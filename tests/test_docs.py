@@ -32,6 +32,7 @@ def commands() -> list[str]:
         inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
         for line in [*"".join(blocks).splitlines(), *inline]:
             line = " ".join(line.split())
+            line = re.sub("^for seed .* do (.*); done$", r"\1", line).replace("$seed", "0")
             if COMMAND.search(line) and not line.startswith("#"):
                 found.append(line)
     return found
