@@ -377,7 +377,7 @@ def later_positions(real):
 
 @pytest.mark.parametrize("family, holder, name, wrong, answer, passes", [
     ("gemma3_text", kv_cache, "window_sizes", later_windows, "batched", ["padded"]),
-    ("llama", CachedGenerator, "masks", earlier_masks, "batched", BOTH),
+    ("llama", CachedGenerator, "attention_masks", earlier_masks, "batched", BOTH),
     ("gpt2", prefix_sharing, "pack_prefix_tree", later_positions, "kv_cache", ["padded"])])
 def test_a_trial_finds_what_is_one_off(
         family, holder, name, wrong, answer, passes, words, monkeypatch):
