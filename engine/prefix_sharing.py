@@ -68,8 +68,8 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
             start += indices.shape[1]
         unpack_indices.append(indices)
 
-    # 2. Find the packed token that predicts each action token. The last token that trajectories
-    # share predicts the next token of all of them.
+    # 2. Find the packed token that predicts each action token. A shared token may predict action
+    # tokens of several trajectories.
     predicting, targets = [], []  # (A,)
     for t, path in zip(trajectories, paths):
         for k, is_action in enumerate(t.action_mask):
