@@ -1,6 +1,6 @@
 """Forward passes: packs trajectories into padded batches, and distributes these over the ranks.
 
-Only the running time and rounding depend on the schedule. `Run.log_probs` calls
+The schedule affects only the running time and rounding. `Run.log_probs` calls
 `distributed_log_probs`, or `engine.prefix_sharing` on a CPU.
 """
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from dpo import Trajectory, in_fp32, token_log_probs
 
 CANDIDATES = 64  # number of token limits that `schedule_rounds` tries [ours]
-MIN_COST = 1024  # tokens; a forward pass with fewer takes hardly less time than one with these [ours]
+MIN_COST = 1024  # tokens; a forward pass with fewer tokens takes about as long [ours]
 Pass = list[int]  # the indices of the trajectories in a forward pass, the longest one first
 
 
@@ -25,7 +25,7 @@ def distributed_log_probs(
     tokens: int,
     logits_processor: Callable = in_fp32,
 ) -> Tensor:
-    """Computes `dpo.token_log_probs` of many trajectories in forward passes that the ranks share.
+    """Computes `dpo.token_log_probs` of many trajectories in forward passes on all ranks.
 
     Args:
         accelerator: The Accelerator, which has the ranks, the device and the precision.
@@ -48,8 +48,8 @@ def distributed_log_probs(
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for passes in schedule_rounds(lengths, tokens, ranks):
-            # FSDP needs every rank to run a forward pass. A rank without work repeats a sequence
-            # and multiplies the result by 0.
+            # FSDP needs every rank to run a forward pass, since each holds a part of all weights.
+            # A rank without work repeats a sequence and multiplies the result by 0.
             has_work = rank < len(passes)
             indices = passes[rank] if has_work else passes[-1][-1:]
             batch = [trajectories[index] for index in indices]
@@ -67,14 +67,15 @@ def distributed_log_probs(
     # average: the sum divided by the number of ranks. Multiplying each rank's gradient by the
     # number of ranks cancels this division.
     value = accelerator.reduce(own.detach())
-    gradient = ranks * (own - own.detach())  # its value is 0, and its gradient is that of ranks * own
+    gradient = ranks * (own - own.detach())  # zeros that have a gradient
     return value + gradient
 
 
 def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bool:
     """Returns True if trajectories need at most one forward pass of `tokens` tokens on each rank.
 
-    Then they also fit in memory: no rounds that `schedule_rounds` chooses for them hold more
+    This is the limit of a micro-batch (see `dpo.micro_batches`). If trajectories satisfy it, their
+    activations fit in memory, because `schedule_rounds` never chooses rounds that hold more
     activations on a rank than this single round.
     """
     return len(batch_by_length([len(t.ids) for t in trajectories], tokens)) <= ranks

@@ -85,7 +85,7 @@ class CachedGenerator:
         self.used += [Slot(Reply(rng), row, []) for row, rng in enumerate(new, len(self.used))]
 
         # 2. Prefill all tokens that are not in the cache yet: the prompt or observation, and the
-        # last token of the previous reply, which was sampled but never run.
+        # last token of the previous reply, which was sampled but not run yet.
         uncached = []
         for slot in self.used:
             ids = contexts[slot.reply.rng]
@@ -159,7 +159,7 @@ class CachedGenerator:
         n = max(map(len, new))
         ids, columns = [], []
         for slot, tokens in zip(slots, new):
-            padding = n - len(tokens)  # stands on the left, and is written to the last column
+            padding = n - len(tokens)  # padding on the left, which is written to the last column
             start = len(slot.cached_ids)
             ids.append([0] * padding + tokens)
             columns.append([-1] * padding + [*range(start, start + len(tokens))])
@@ -205,7 +205,7 @@ class KVCacheLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         rows, columns = self.generator.shape
-        # We start with zeros, because values have to be finite even if a mask hides them.
+        # Zeros, because a hidden column has weight 0, and 0 times an uninitialised NaN is NaN.
         self.keys = key.new_zeros(rows, key.shape[1], columns, key.shape[3])
         self.values = value.new_zeros(rows, value.shape[1], columns, value.shape[3])
         self.is_initialized = True
@@ -273,7 +273,10 @@ def round_up(columns: int) -> int:
 
 
 def window_sizes(config) -> dict[str, float]:
-    """Returns the attention window of each kind of layer in tokens, infinite for full attention."""
+    """Returns a dict that maps each kind of layer to its attention window in tokens.
+
+    The window of full attention is infinite.
+    """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf
     kinds = getattr(text, "layer_types", None)

@@ -1,4 +1,4 @@
-"""Prefix sharing: a forward pass runs a prefix that several trajectories have in common only once.
+"""Prefix sharing: if several trajectories start alike, a forward pass runs their prefix only once.
 
 On a CPU, where matmuls take most of the time, `Run.log_probs` uses this module instead of
 `engine.forward_passes` if the model passes the check in `engine.self_check`.
@@ -141,5 +141,5 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
     return torch.cat(outputs)[repack_index][None], None
 
 
-# No mask function has this name, so transformers passes no attention mask.
+# transformers passes no attention mask, since no mask function is registered under this name.
 AttentionInterface.register("prefix_sharing", attend)

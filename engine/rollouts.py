@@ -1,7 +1,7 @@
 """Rollouts: runs many episodes in parallel, and repeats an episode if its environment fails.
 
-`Run.play` calls `play` with a model as the agent. The modules of `lab/chat/` call it with an API
-endpoint or a person.
+`Run.play` calls `play` with a model as the agent, and `lab/chat/evaluate.py` calls it with an API
+endpoint.
 """
 
 import time
@@ -23,7 +23,7 @@ def play(
     max_tokens: int,
     ended: Callable = lambda t: None,
 ) -> None:
-    """Runs an episode for each trajectory, and fills the trajectory in.
+    """Runs an episode for each trajectory, and records it there.
 
     In each round, the agent replies to all episodes that wait for it, and then all environments
     execute their replies.
@@ -31,9 +31,9 @@ def play(
     Args:
         make_env: A function that creates an environment.
         encoder: An `engine.chat.Encoder`.
-        trajectories: The trajectories. `envs.episode` describes the fields that they need.
-        generate: A function [(trajectory, rng)] -> [reply], where `rng` is the random number
-            generator of the episode. A reply has the form that `envs.episode` expects.
+        trajectories: The trajectories, each with a task and a seed.
+        generate: The agent, a function [(trajectory, rng)] -> [(ids, log_probs)], where `rng` is
+            the random number generator of the episode. A reply of None ends its episode.
         slots: The maximum number of episodes that run in parallel.
         max_tokens: The context length of the agent.
         ended: A function that is called with each trajectory when its episode ends.

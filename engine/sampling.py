@@ -21,20 +21,20 @@ Sampled = tuple[Ids, list[float]]  # a reply: its token ids, and the log-probabi
 
 
 class Sampler:
-    """The distribution that an agent samples from: softmax(logits / temperature) over the tokens
-    that are not suppressed.
+    """The sampling distribution of an agent: softmax(logits / temperature) without suppressed ids.
 
     With the default arguments, it is the model's distribution over its whole vocabulary.
 
-    Suppressed tokens have probability 0 in training, too. If log-probabilities counted them, each
-    step that makes other tokens less probable would shift probability to tokens that are never
-    sampled.
+    GRPO also trains on this distribution. If its log-probabilities included suppressed tokens, the
+    probability of these would grow with each step that makes sampled tokens less probable, and
+    nothing would reduce it again.
 
     Args:
         temperature: The temperature. If it is 0, sampling is greedy.
         suppressed_ids: The ids that are never sampled.
-        vocabulary_size: The number of ids that may be sampled. Larger ids are suppressed, too, if
-            there are `suppressed_ids`. Another model may have a larger embedding.
+        vocabulary_size: The vocabulary size, by default the size of the logits. The ids beyond it,
+            which a model with a larger embedding has, are suppressed, too, unless `suppressed_ids`
+            is empty.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
@@ -42,7 +42,8 @@ class Sampler:
         self.temperature = temperature
         self.suppressed_ids = suppressed_ids
         self.vocabulary_size = vocabulary_size
-        # (device, V) -> all suppressed ids. Each copy to a GPU is a host-device synchronisation.
+        # A cache, (device, V) -> tensor of all suppressed ids, since each copy of such a tensor to
+        # a GPU is a host-device synchronisation.
         self.index = {}
 
     def process_logits(self, logits: Tensor) -> Tensor:
@@ -123,8 +124,9 @@ class TokenSampler:
     def uniform(self, replies: list[Reply]) -> Tensor:
         """Draws a random number in [0, 1) for each reply, (B, 1).
 
-        A finished reply gets -1, and leaves its generator unchanged. Otherwise the later turns of
-        its episode would depend on the length of the other replies.
+        A finished reply gets -1, and its generator stays unchanged. Otherwise the later turns of
+        its episode would depend on the length of the other replies. At temperature 0, no number is
+        drawn.
         """
         numbers = []
         for reply in replies:
@@ -163,8 +165,8 @@ class TokenSampler:
 
 # ------------------------------------------------------------------------ replies by `generate`
 
-# Number of tokens of a sequence that are prefilled at a time. The attention mask of a prefill in
-# one piece would grow quadratically.
+# The number of tokens of a sequence that are prefilled at a time. Without chunks, the memory of
+# the attention mask would grow with the square of the length.
 PREFILL_CHUNK = 1024
 
 
@@ -211,7 +213,7 @@ def generate_replies(
 
 
 class SampledTokenProcessor(transformers.LogitsProcessor):
-    """A logits processor that makes greedy `generate` choose the token that TokenSampler sampled.
+    """A logits processor that lets `generate` choose only the token that TokenSampler sampled.
 
     It sets the logits of all other tokens to -inf.
     """

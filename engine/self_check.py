@@ -89,11 +89,11 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
 
 
 def backend_error(check: Callable) -> tuple[float, str]:
-    """Returns the error of a backend in nats per token, and a reason if the backend fails.
+    """Returns the error of a backend in nats per token, and a message if the backend fails.
 
     Args:
-        check: A function without arguments that returns the error, or raises an exception if the
-            backend fails. The error of a backend that fails is infinite.
+        check: A function without arguments that runs the backend and returns its error. If it
+            raises one of MODEL_ERRORS, the backend fails, and its error is infinite.
     """
     try:
         return check(), ""
@@ -109,9 +109,9 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     """Draws the test sequences: up to four sequences of random tokens.
 
     They are a long one, a second long one with the same first third, a short one, and one with a
-    third of the maximum length, since some models fail at neither end. No length is between a third
-    and that of the long ones. Some models switch their behaviour at a certain length, and no
-    sequence may grow past that length during the check.
+    third of the maximum length, since some bugs appear neither in long nor in short sequences. No
+    sequence is longer than this third and shorter than the long ones. Some models switch their
+    behaviour at a certain length, and no sequence may grow past that length during the check.
     """
     rng = random.Random(0)
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
@@ -159,10 +159,10 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
 
 def make_generator(backend: str, model, token_sampler: TokenSampler, slots: int, max_tokens: int,
                    max_new_tokens: int, tokens: int) -> Callable:
-    """Returns a generator of replies that uses `backend`, one of REPLY_BACKENDS.
+    """Returns a function that generates replies with `backend`, one of REPLY_BACKENDS.
 
-    The other arguments and the form of the generator are those of
-    `engine.kv_cache.CachedGenerator`.
+    The other arguments are those of `engine.kv_cache.CachedGenerator`, and the function is called
+    in the same way: generate([(trajectory, rng)]) returns [(ids, log_probs)].
     """
     if backend == "kv_cache":
         return CachedGenerator(model, token_sampler, slots, max_tokens, max_new_tokens, tokens)
