@@ -48,7 +48,7 @@ def distributed_log_probs(
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for passes in schedule_rounds(lengths, tokens, ranks):
-            # FSDP needs every rank to run a forward pass, since each holds a part of all weights.
+            # FSDP needs every rank to run a forward pass, since each holds a part of every weight.
             # A rank without work repeats a sequence and multiplies the result by 0.
             has_work = rank < len(passes)
             indices = passes[rank] if has_work else passes[-1][-1:]
@@ -74,9 +74,9 @@ def distributed_log_probs(
 def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bool:
     """Returns True if trajectories need at most one forward pass of `tokens` tokens on each rank.
 
-    This is the limit of a micro-batch (see `dpo.micro_batches`). If trajectories satisfy it, their
-    activations fit in memory, because `schedule_rounds` never chooses rounds that hold more
-    activations on a rank than this single round.
+    This is the limit of a micro-batch (see `dpo.micro_batches`), because the activations of one
+    forward pass per rank fit in memory. `schedule_rounds` may choose several smaller passes, but
+    together they never hold more activations on a rank.
     """
     return len(batch_by_length([len(t.ids) for t in trajectories], tokens)) <= ranks
 

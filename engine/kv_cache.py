@@ -42,7 +42,7 @@ COLUMN_MULTIPLE = 16  # C is a multiple of this, because kernels prefer round si
 
 @dataclass
 class Slot:
-    """An episode in the cache. The random number generator of its reply identifies it."""
+    """An episode in the cache, identified by the random number generator of its reply."""
     reply: Reply     # the reply of the current turn
     row: int         # the row of the cache
     cached_ids: Ids  # the tokens whose keys and values are stored in this row

@@ -79,7 +79,7 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
     predicting = torch.tensor(predicting, dtype=torch.long)                       # (A,)
     targets = torch.tensor(targets, dtype=torch.long)                             # (A,)
 
-    # 3. Run the model, and compute logits once for each of the K packed tokens that predict.
+    # 3. Run the model, and compute the logits of each predicting token only once.
     indices, rows = predicting.unique(return_inverse=True)                        # (K,), (A,)
     logits = logits_at(indices, model, input_ids=torch.tensor([ids]),
                        position_ids=torch.tensor([position_ids]), unpack_indices=unpack_indices,

@@ -32,9 +32,9 @@ class Sampler:
     Args:
         temperature: The temperature. If it is 0, sampling is greedy.
         suppressed_ids: The ids that are never sampled.
-        vocabulary_size: The vocabulary size, by default the size of the logits. The ids beyond it,
-            which a model with a larger embedding has, are suppressed, too, unless `suppressed_ids`
-            is empty.
+        vocabulary_size: The vocabulary size, by default that of the logits. A model may have more
+            logits than this. The additional ids are suppressed, too, unless `suppressed_ids` is
+            empty.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
