@@ -23,8 +23,8 @@ from envs import Environment, Step
 @dataclass(frozen=True)
 class ProtocolOptions(Options):
     """Settings of the environments that ETO or IPR also use."""
-    # Form of an episode: "ours", or "eto" as in ETO's code (IPR's on InterCodeSQL), with its prompt,
-    # lengths, stop strings, learning rate, temperature and rewards [ours]
+    # Form of an episode: "ours", or "eto" as in ETO's code (IPR's on InterCodeSQL), with its
+    # prompt, lengths, stop strings, learning rate, temperature and rewards [ours]
     protocol: Literal["ours", "eto"] = "ours"
     # Folder of ETO's or IPR's prompts for --protocol eto: eval_agent/prompt of their repository [-]
     prompts: OldFile = None
