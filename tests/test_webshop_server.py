@@ -16,7 +16,7 @@ from conftest import DATA, ROOT, Again
 import environments
 import envs
 from environments import make
-from environments.expert_files import opens_otherwise
+from environments.expert_files import opening_difference
 from environments.webshop import catalogue
 from environments.webshop.server import Client, WebShopServer
 from environments.webshop.shop import Place, WebShop
@@ -24,8 +24,8 @@ from environments.webshop.shop import Place, WebShop
 
 @pytest.fixture(autouse=True)
 def forgets():
-    Client.known.clear()  # a port may be another server's
-    Client.answered.clear()
+    Client.instructions.clear()  # a port may be another server's
+    Client.ready.clear()
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_pa
 def test_what_is_set_aside_where_experts_and_the_environment_are_compared():
     """White space and case, and the price limit of a server, which draws it anew."""
     def opens(env, text):
-        return opens_otherwise(env, env.opening(text) + [dict(role="assistant", content="x")], page)
+        return opening_difference(env, env.opening(text) + [dict(role="assistant", content="x")], page)
 
     env = make("webshop", webshop_url="http://127.0.0.1:9")
     page = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dollars [SEP] Search"
