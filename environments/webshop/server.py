@@ -296,7 +296,7 @@ class _Html(HTMLParser):
         self._end_text()
 
     def _end_text(self):
-        """Ends a piece, as every tag does. A piece of whitespace only counts if it has no newline."""
+        """Ends a piece, as every tag does. Whitespace alone is a piece only without a newline."""
         text = self._text
         self._text = ""
         if text and not self._hidden and (text.strip(" \t\n\f\r") or "\n" not in text):

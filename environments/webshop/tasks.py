@@ -27,7 +27,7 @@ class ExecutedAction:
 
 
 class TaskGenerator:
-    """Makes new goals from episodes and from the proposals of an explorer model, and checks them."""
+    """Makes new goals from episodes and from proposals of an explorer model, and checks them."""
     # The description of a task in the prompt of an explorer model that writes tasks
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
@@ -168,7 +168,7 @@ class TaskGenerator:
         if [action.reply for action in actions] != solution:
             return "an action of its solution is not executed"
         reward = actions[-1].page.reward if actions else 0.0
-        return None if reward == 1.0 else f"its solution has the reward {reward:.2f}"
+        return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _executed(self, goal: dict, replies: list[str]) -> list[ExecutedAction]:
         """Runs an episode on a goal, and returns the actions that changed the page."""
