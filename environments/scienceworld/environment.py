@@ -120,8 +120,8 @@ class ScienceWorld(Environment):
                     f"OBJ is one of: {', '.join(objects)}")
 
     def gold(self) -> list[str]:
-        """Returns the simulator's own solution of the current task as a list of actions. The
-        episode has to begin again afterwards."""
+        """Returns the simulator's own solution of the current task as a list of actions. This
+        restarts the episode in the simulator, so call it right after `reset`."""
         return safely(self, lambda simulator: simulator.solve(*self._task))
 
     def expert(self):
@@ -199,8 +199,8 @@ class _Simulator:
         self._walks = finder.precomputedExhaustivePaths()
 
     def load(self, kind: str, number: int, gold: bool = False) -> str:
-        """Loads a task, and returns its description. It also looks around, as `reset` of the package
-        does."""
+        """Loads a task, and returns its description. It also executes `look around`, as the
+        package's `reset` does."""
         if problem := self.interface.load(kind, number, "easy", gold):
             raise EnvError(f"scienceworld {kind} {number}: {problem}")
         self.interface.step("look around")
@@ -216,7 +216,7 @@ class _Simulator:
         return list(self.interface.getGoldActionSequence())
 
     def act(self, action: str) -> tuple[str, float, bool]:
-        """Executes an action. Returns the observation, the score and whether the episode is over."""
+        """Executes an action. Returns the observation, the score, and True if the episode ends."""
         observation = self.interface.step(action)
         score = self.interface.getScore()
         ended = self.interface.getCompleted() or score < 0
@@ -244,7 +244,9 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
     for i in range(120):  # the types alternate, so the first tasks of a split cover all types
         for kind in types:
             count = SCIENCE_TASKS[kind][0]
-            n = count // 4  # the simulator trains on a half, develops on a quarter, tests on the rest
+            # The simulator's own split: a half for training, a quarter for development, the rest for
+            # test.
+            n = count // 4
             for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
                                             ("validation", 2 * n + 10, 3 * n, 10),
                                             ("unseen", 3 * n, count, 10)):
