@@ -36,8 +36,8 @@ inventory; task - what you carry; what the task is
 wait - let ten steps pass; wait1 - one step
 When asked which of several objects you mean, answer with its number."""
 
-# Task type -> (number of variations, ETO's limit on the replies of an episode). The order is that of
-# the type numbers in ETO's ids. The limit is None for the types that ETO leaves out.
+# Task type -> (number of variations, ETO's limit on the replies of an episode). The order is that
+# of the type numbers in ETO's ids. The limit is None for the types that ETO leaves out.
 SCIENCE_TASKS = {
     "boil": (30, 100), "change-the-state-of-matter-of": (30, 80), "freeze": (30, 80),
     "melt": (30, 80), "measure-melting-point-known-substance": (436, 120),
@@ -192,7 +192,8 @@ class _Simulator:
                            "try it with -version") from None
         gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        self.stop = weakref.finalize(self, _stop, gateway, self.process)  # also called when Python exits
+        # `finalize` also calls it if this object is garbage-collected or Python exits.
+        self.stop = weakref.finalize(self, _stop, gateway, self.process)
         scienceworld = gateway.jvm.scienceworld
         self.interface = scienceworld.runtime.pythonapi.PythonInterface()
         finder = getattr(getattr(scienceworld.goldagent, "PathFinder$"), "MODULE$")
@@ -244,8 +245,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
     for i in range(120):  # the types alternate, so the first tasks of a split cover all types
         for kind in types:
             count = SCIENCE_TASKS[kind][0]
-            # The simulator's own split: a half for training, a quarter for development, the rest for
-            # test.
+            # The simulator's own split: a half for training, a quarter for development, the rest
+            # for test
             n = count // 4
             for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
                                             ("validation", 2 * n + 10, 3 * n, 10),
