@@ -150,10 +150,11 @@ def never_replied(row: dict) -> bool:
 
 
 def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Raises ValueError if a required field is missing, or if there is a field of another name.
+    """Raises ValueError if a required field is missing, or if the row has any field that is neither
+    required nor optional.
 
-    A field that is ignored silently would make the expert trajectory a different one than in the
-    file.
+    If such a field were ignored silently, the expert trajectory could differ from the one that the
+    file means.
     """
     for name in required:
         if name not in row:
@@ -243,8 +244,8 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
 def published_task(env: Environment, name: str) -> str:
     """Returns the training task of a published id, such as webshop_17.
 
-    The task has the last number of the id. If the environment has task types, the last number is
-    the variation and the number before it is the type.
+    The key of the task is the last number in the id. If the environment has task types, the last
+    number is the variation, and the number before it is that of the type.
     """
     form = "ETO's ids have the form webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):

@@ -8,7 +8,7 @@ proposal, but no episode.
 import json
 import re
 
-# Words of any request, which do not show what this one is about
+# Common words of requests, which do not show what a request is about
 EMPTY = """a about action actions ahead all also an and answer any anything app are as ask asked
     assist at available be been by call can care carry change code command complete could current do
     does done each every everything execute existing finish fix for from fulfil function get give

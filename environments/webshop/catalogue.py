@@ -67,11 +67,13 @@ def type_words(name: str) -> list[str]:
 @dataclass(frozen=True, eq=False)
 class ShopData:
     """The products and goals of a built-in WebShop."""
-    # Products as `webshop_reward` takes them, with asin (product number), options and the fields of
-    # their family
+    # Products in the form that `webshop_reward` takes, with the fields of their family, options and
+    # asin, the product number
     products: list[dict]
-    goals: dict[str, list[dict]]  # split -> goals as `webshop_reward` takes them, with instruction
-    families: list[dict]          # the fields that the products of a family share, for `draw_goal`
+    # Split -> its goals in the form that `webshop_reward` takes, with instructions
+    goals: dict[str, list[dict]]
+    # The fields that the products of each family share. `draw_goal` takes them.
+    families: list[dict]
 
 
 @cache
@@ -267,7 +269,7 @@ def shop_expert(thoughts: bool):
 
 
 def _expert_script():
-    # A generator that yields (thought, action) and is sent the next page
+    # This generator yields a thought and an action, and receives the next page by `send`.
     want = read_instruction((yield))
     colour, attributes = want["options"][0], " and ".join(want["attributes"])
     page = yield (f"I should search for a {want['type']} that is {attributes}.",
@@ -279,8 +281,9 @@ def _expert_script():
             page = yield (f"{asin} is {attributes} and costs {price} dollars, which is within "
                           f"{want['limit']:.2f}.", f"click[{asin}]")
             steps += 1
-            # Reaching another product takes the clicks < Prev and ASIN, with Next > between them if
-            # it is on the next page. After it, the options and Buy Now must fit in the 10 turns.
+            # To open another product, the expert clicks < Prev, then Next > if that product is on
+            # the next page, then the product. It only does so if the clicks on the options and on
+            # Buy Now still fit in the 10 turns of the episode.
             clicks = 2 if n + 1 < len(fits) else 3
             if colour in split_page(page) or steps + clicks + len(want["options"]) + 1 > 10:
                 for option in want["options"]:

@@ -14,7 +14,8 @@ from environments.webshop.catalogue import goal_for, goal_key, instruction_of, m
 from environments.webshop.shop import Page, name_and_argument
 from environments.wording import with_pairs
 
-# Largest number of products that may meet a goal. With more, it requests nothing particular [ours].
+# Largest number of products that may meet a new goal. A goal that more products meet is too vague
+# [ours].
 MAX_FITTING = 4
 
 
