@@ -72,8 +72,8 @@ def converse(env: Environment, observation: str,
         act: A function observation -> reply.
 
     Returns:
-        The messages, which end with a reply if the episode ends, and the reward. The reward is 0
-        if `act` has no next reply, which it shows by Stuck or StopIteration.
+        The messages without the observation after the last reply, and the reward. The reward is 0
+        if `act` raises Stuck or StopIteration, because it has no next reply.
     """
     messages = env.opening(observation)
     for turn in range(1, env.max_turns + 1):
@@ -98,14 +98,15 @@ def saying(replies: Iterable[str]) -> Callable[[str], str]:
 
 
 def first_reply(messages: list[dict], turns: int) -> int:
-    """Returns the index of the message with the first action of an episode.
+    """Returns the index of the message with the agent's first reply.
 
-    The assistant messages before it belong to the opening: the "OK" after the rules, and those of
-    the examples. If the count is 0 or does not fit, the result is the number of messages.
+    Assistant messages before it belong to the opening: the "OK" after the rules, and those of the
+    examples. If `turns` is 0, or larger than the number of assistant messages, the result is the
+    number of messages.
 
     Args:
-        messages: All messages of the episode.
-        turns: The number of replies in the episode, counted from its end.
+        messages: All messages of an episode.
+        turns: The number of the agent's replies.
     """
     replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     return replies[-turns] if 0 < turns <= len(replies) else len(messages)

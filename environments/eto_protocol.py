@@ -95,8 +95,8 @@ class EtoEnvironment:
         return [*messages, {"role": "user", "content": observation}]
 
     def action(self, reply: str) -> str | None:
-        """Returns all text after the first "Action: ", or None if there is no such label. Of
-        several actions, an environment therefore executes the first."""
+        """Returns all text after the first "Action: ", or None if there is no such label. If a
+        reply has several actions, the text begins with the first one."""
         match = re.search(r"Action: (.*)", reply.strip(), re.S)
         return match[1] if match else None
 
@@ -128,7 +128,7 @@ class EtoShop(EtoEnvironment):
 class EtoScienceWorld(EtoEnvironment):
     """ScienceWorld with ETO's rewards.
 
-    A wrong `focus on` before any score gives the reward -1. A reply without an action resets the
+    A wrong `focus on` as the first action gives the reward -1. A reply without an action resets the
     highest score so far to 0.
     """
 

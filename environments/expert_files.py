@@ -271,7 +271,7 @@ def opening_difference(env: Environment, messages: list[dict],
         observation: The first observation of the task here.
 
     Returns:
-        Excerpts of the expert's opening and of ours from the first difference on, or None if the
+        Excerpts of the expert's opening and of ours, around the first difference, or None if the
         openings are equal.
     """
     opening = env.opening(observation)

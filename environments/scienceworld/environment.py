@@ -75,8 +75,8 @@ class ScienceWorld(Environment):
     """Elementary science experiments in the ScienceWorld simulator, with ETO's rules.
 
     The value of a task is (type, variation). The reward is the highest score so far divided by 100,
-    and at least 0. A wrong `focus on`, or more than MOST_MOVES moves, ends the episode with the
-    reward before it. The short view leaves out the prompt, and the thoughts of the scripted expert.
+    and at least 0. A wrong `focus on` ends the episode and leaves the reward as it was. More than
+    MOST_MOVES moves of the simulator end it, too. The short view leaves out the prompt, and the thoughts of the scripted expert.
 
     Every object has its own simulator, a Java process. We call it directly, because the package's
     `step` also requests all valid actions and takes ten times as long. `close` keeps the process
@@ -217,7 +217,8 @@ class _Simulator:
         return list(self.interface.getGoldActionSequence())
 
     def act(self, action: str) -> tuple[str, float, bool]:
-        """Executes an action. Returns the observation, the score, and True if the episode ends."""
+        """Executes an action. Returns the observation, the score as a fraction of the full score,
+        and True if the episode ends."""
         observation = self.interface.step(action)
         score = self.interface.getScore()
         ended = self.interface.getCompleted() or score < 0
@@ -268,8 +269,9 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 
 
 def science_actions(gold: list[str]) -> list[str]:
-    """Returns the simulator's solution with changes that make it readable: the agent looks around
-    in a room before it acts there, and does not open doors, which are open already."""
+    """Returns the simulator's solution with two changes. The expert looks around in each room before
+    it acts there, so the observations show what it uses, and it opens no doors, since all doors are
+    open."""
     actions, looked = ["look around"], True
     for action in gold:
         moves = action.startswith(("go to", "teleport to"))

@@ -38,9 +38,9 @@ class WebShopServer(Shop):
     purchase it reads the goal of the episode again, since that page does not show the instruction.
 
     A server loads its catalogue at the first request, and once more for each request that arrives
-    meanwhile. Until a server has answered a client, and again after it failed, requests are
-    therefore sent one at a time, over all processes of a user on the machine. A server also gets
-    slower with each session, so all episodes on a goal use the same session.
+    meanwhile. Until a server has answered a client, and again after it failed, the processes of a
+    user on a machine therefore send their requests one at a time. A server also gets slower with
+    each session, so all episodes on a goal use the same session.
 
     Every response must be a page of WebShop, within the address that the user gave. EnvError is
     raised if there is no response, or if it is an error or a page of another site. There is one
@@ -296,7 +296,8 @@ class _Html(HTMLParser):
         self._end_text()
 
     def _end_text(self):
-        """Ends a piece, as every tag does. Whitespace alone is a piece only without a newline."""
+        """Ends the current piece, as every tag and comment does. A piece of whitespace alone counts
+        only if it has no newline."""
         text = self._text
         self._text = ""
         if text and not self._hidden and (text.strip(" \t\n\f\r") or "\n" not in text):

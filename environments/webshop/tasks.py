@@ -77,9 +77,9 @@ class TaskGenerator:
     def written(self, task: str, proposal: dict) -> dict | None:
         """Returns the proposal of an explorer model, with the goal that its text states, or None.
 
-        The text must name the type of the product that its actions buy, at least one attribute and
-        one price limit above the price. Every attribute and option in it must be one of those
-        bought.
+        The text must contain the type of the product that the actions buy, at least one attribute,
+        and exactly one price limit, which is above the price. The product must have all attributes
+        in the text, and all options in the text must have been chosen.
         """
         text = proposal["query"]
         limits = re.findall(r"(?:than|under|below|\$)\s*\$?(\d+(?:\.\d+)?)", text.lower())
