@@ -76,7 +76,8 @@ class ScienceWorld(Environment):
 
     The value of a task is (type, variation). The reward is the highest score so far divided by 100,
     and at least 0. A wrong `focus on` ends the episode and leaves the reward as it was. More than
-    MOST_MOVES moves of the simulator end it, too. The short view leaves out the prompt, and the thoughts of the scripted expert.
+    MOST_MOVES moves of the simulator end it as well. The short view leaves out the prompt, and the
+    thoughts of the scripted expert.
 
     Every object has its own simulator, a Java process. We call it directly, because the package's
     `step` also requests all valid actions and takes ten times as long. `close` keeps the process
@@ -269,9 +270,11 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 
 
 def science_actions(gold: list[str]) -> list[str]:
-    """Returns the simulator's solution with two changes. The expert looks around in each room before
-    it acts there, so the observations show what it uses, and it opens no doors, since all doors are
-    open."""
+    """Returns the simulator's solution with two changes.
+
+    The expert looks around in each room before it acts there, so that the observations show the
+    things that it uses. And it opens no doors, since all doors are open.
+    """
     actions, looked = ["look around"], True
     for action in gold:
         moves = action.startswith(("go to", "teleport to"))
