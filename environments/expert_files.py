@@ -2,7 +2,7 @@
 
 ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish expert trajectories as a JSON list. This
 file calls these published. A run writes its trajectories as JSON lines. An expert trajectory is
-used only if its conversation opens as an episode of the same task opens here.
+only used if it has the same opening, of prompt and first observation, as an episode here.
 """
 
 import json
@@ -209,10 +209,10 @@ def without_examples(messages: list[dict], turns: int, opening: int) -> list[dic
 
 
 def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
-    """Returns task, messages and reward of a published entry. Without a reward it counts as 1.
+    """Returns task, messages and reward of a published entry. An entry without a reward counts as 1.
 
-    The messages open as rollouts open here. With our protocol, the environment's prompt replaces
-    the rules of the entry.
+    The messages get the opening that rollouts have here. With our protocol, the environment's
+    prompt replaces the rules of the entry.
     """
     # 1. Read the messages, and check that the file's loss mask is ours: all replies are trained on.
     check_fields(entry, ("id", "conversations"), ("reward", "source"))

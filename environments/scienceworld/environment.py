@@ -193,7 +193,8 @@ class _Simulator:
                            "try it with -version") from None
         gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        # `finalize` also calls it if this object is garbage-collected or Python exits.
+        # `finalize` calls `_stop` once: by `self.stop()`, or when this object is garbage-collected,
+        # or when Python exits.
         self.stop = weakref.finalize(self, _stop, gateway, self.process)
         scienceworld = gateway.jvm.scienceworld
         self.interface = scienceworld.runtime.pythonapi.PythonInterface()

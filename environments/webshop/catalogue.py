@@ -165,8 +165,8 @@ def meets(product: dict, goal: dict) -> bool:
 
 
 def goal_key(goal: dict) -> tuple:
-    """Returns the request of a goal, with the price limit last. Goals with the same key differ only
-    in their wording."""
+    """Returns all that a goal requests, with the price limit last. Goals with the same key differ
+    only in their wording."""
     return (goal["query"], frozenset(goal["attributes"]), frozenset(goal["goal_options"]),
             goal["price_upper"])
 

@@ -147,7 +147,7 @@ class WebShop(Shop):
     """
     test_splits = ("test", "unseen")
     max_results = 50
-    page_size = 4  # results per page, of which WebShop itself shows 10
+    page_size = 4  # results per page (10 in WebShop)
 
     def __init__(self, view: str = "full", data: catalogue.ShopData | None = None):
         super().__init__(view)

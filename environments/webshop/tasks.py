@@ -46,7 +46,7 @@ class TaskGenerator:
 
         self.instructions = set()   # words of the instructions in all splits
         self.training_keys = set()  # keys of the training goals
-        self.evaluated = set()      # requests of all other goals, without the price limit
+        self.evaluated = set()      # keys of all other goals, without the price limit
         for split, goals in shop.data.goals.items():
             self.instructions |= {words_of(goal["instruction"]) for goal in goals}
             if split == "train":
@@ -102,9 +102,8 @@ class TaskGenerator:
         return dict(text=text, task=goal, solution=proposal["action_sequence"])
 
     def _purchase(self, task: str, replies: list[str]) -> tuple[dict, list[str], list[str]] | None:
-        """Returns the product that an episode buys, its chosen options with the colour first, and
-        the replies with executed actions. Returns None if the episode does not end in a
-        purchase."""
+        """Returns the product that is bought in an episode, the chosen options with the colour
+        first, and the replies whose actions were executed. Returns None without a purchase."""
         actions = self._executed(self.shop.find(task), replies)
         if not actions or actions[-1].page.kind != "done":
             return None
