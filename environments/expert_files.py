@@ -209,10 +209,10 @@ def without_examples(messages: list[dict], turns: int, opening: int) -> list[dic
 
 
 def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
-    """Returns task, messages and reward of a published entry. An entry without a reward counts as 1.
+    """Returns task, messages and reward of a published entry.
 
-    The messages get the opening that rollouts have here. With our protocol, the environment's
-    prompt replaces the rules of the entry.
+    An entry without a reward counts as 1. The messages get the opening that rollouts have here.
+    With our protocol, the environment's prompt replaces the rules of the entry.
     """
     # 1. Read the messages, and check that the file's loss mask is ours: all replies are trained on.
     check_fields(entry, ("id", "conversations"), ("reward", "source"))
