@@ -21,7 +21,7 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     kept = []
     dropped = Counter()
     total = None if file else len(env.tasks("train")[:s.train_tasks or None])
-    collected = experts(env, file, s.train_tasks, dropped)
+    collected = experts(env, file, s.train_tasks, dropped, run.print)
     for task, messages, reward in run.bar(total, collected):
         ids, mask = run.encoder.encode(messages, opening)
         replies = sum(turn["role"] == "assistant" for turn in messages[opening:])

@@ -342,8 +342,8 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     idle = ["click[buy now]", *solution]
     other = {**found["task"], "goal_options": ["mauve"]}
     for says, wrong in (("earns 0.00", dict(solution=solution[:-1])), ("earns", dict(task=other)),
-                        ("not carried out", dict(solution=solution + ["click[buy now]"])),
-                        ("not carried out", dict(solution=idle)),
+                        ("not executed", dict(solution=solution + ["click[buy now]"])),
+                        ("not executed", dict(solution=idle)),
                         ("longer", dict(solution=["nonsense"] * 11 + solution))):
         assert says in generator.verify({**found, **wrong})
     # What did nothing is no part of a solution.

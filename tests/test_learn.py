@@ -196,9 +196,9 @@ def turn(content, **more):
     (row("a", 1.0, "x") | dict(messages=5), "not iterable"),
     (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "turn by turn"),
     (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(content="x")]), "turn 5: it has no 'role'"),
-    (row("a", 1.0, None), "is no text"),
+    (row("a", 1.0, None), "is not a string"),
     # What is not read would train another agent than the file's.
-    (row("a", 1.0, "x", system="Be brief."), "it has 'system', which nothing here reads"),
+    (row("a", 1.0, "x", system="Be brief."), "it has 'system', which is not supported; remove it"),
     (row("a", 1.0, "x", tools=[], weights=[1]), "it has 'tools', which"),
     (row("a", 1.0, "x") | dict(messages=turn("x", weight=0)), "turn 6: it has 'weight'"),
     (row("a", 1.0, "x") | dict(messages=turn("x", tool_calls=[])), "turn 6: it has 'tool_calls'")])

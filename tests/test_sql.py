@@ -500,7 +500,7 @@ def test_iprs_records_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("change, dump, told", [
-    ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"), ({"db": ["d"]}, "", r'\["d"\] is no text'),
+    ({"query": 3}, "", "3 is not a string"), ({"gold": None}, "", "null is not a string"), ({"db": ["d"]}, "", r'\["d"\] is not a string'),
     ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
      "sqlite cannot read database d .*--mysql-url$")])
 def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
