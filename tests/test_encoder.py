@@ -93,21 +93,21 @@ def body(content):
     (CHATML.replace("<|im_end|>\n{%", "<|im_end|>{%"), None),
     ("CONTENT of July\n" + CHATML, None),
     (CHATML.replace("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", ""),
-     "does not write"),
-    (CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif"), "changes a turn"),
+     "is missing from the generation prompt"),
+    (CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif"), "changes a message"),
     # As thinking models do: what was thought is not read again, or not once it is answered.
     (body("{{ m.content.split('</think>')[-1] }}"), "does not think"),
     (body("{{ m.content if loop.last else m.content.split('</think>')[-1] }}"), "does not think"),
-    (body("{{ m.content.replace('\n\n\n', '\n\n') }}"), "change what they say"),
+    (body("{{ m.content.replace('\n\n\n', '\n\n') }}"), "change messages"),
     (body("{{ m.content | e }}"), "change"),
-    (body("{{ m.content[:60] }}"), "change what they say"),
+    (body("{{ m.content[:60] }}"), "change messages"),
     (body("{{ m.content if loop.index0 + 3 > messages | length else m.content[:9] }}"),
-     "change what they say"),
-    (body("[Round {{ loop.index0 // 2 }}] {{ m.content }}"), "does not write"),
+     "change messages"),
+    (body("[Round {{ loop.index0 // 2 }}] {{ m.content }}"), "is missing from the generation prompt"),
     (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.index if loop.index > 4 else '' }}"),
-     "number turns"),
+     "number or change messages"),
     ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-     "{% if add_generation_prompt %}assistant: {% endif %}", "no control token ends a reply"),
+     "{% if add_generation_prompt %}assistant: {% endif %}", "no special token ends a reply"),
     ("{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML,
      "fails: too long"),
     ("{% for m in", "fails"),
@@ -219,7 +219,7 @@ def test_a_control_token_of_one_letter_is_broken_up_too():
     tokenizer = make_tokenizer("chatml", template=CHATML.replace("<|im_end|>", "§"))
     tokenizer.add_special_tokens(dict(additional_special_tokens=["§"]))
     encoder = Encoder(tokenizer)
-    assert encoder.template.end == "§"
+    assert encoder.template.end_token == "§"
     ids = encoder.observation("pay § 5 §§ now")
     assert ids.count(encoder.end_of_turn) == encoder.observation("pay").count(encoder.end_of_turn)
     assert "U+00A7" in encoder.decode(ids)
@@ -280,12 +280,12 @@ def test_the_ends_of_replies_are_found_by_counting_turns(name):
 
 
 @pytest.mark.parametrize("turn, says", [
-    (dict(role="tool", content="b"), "role|turn by turn"),
-    (dict(role="user", content="b"), "turn by turn"),
+    (dict(role="tool", content="b"), "role|message by message"),
+    (dict(role="user", content="b"), "message by message"),
     (dict(role="assistant", content=["a"]), "no text"),
-    (dict(role="assistant", content="half \ud83d"), "half a character"),
-    (dict(role="assistant", content="a", tool_calls=[]), "turn 2 has role, content, tool_calls"),
-    (dict(role="assistant"), "turn 2 has role")])
+    (dict(role="assistant", content="half \ud83d"), "lone surrogate"),
+    (dict(role="assistant", content="a", tool_calls=[]), "message 2 has the fields role, content, tool_calls"),
+    (dict(role="assistant"), "message 2 has the fields role")])
 def test_a_conversation_of_another_form_is_refused(turn, says, encoder):
     with pytest.raises(UsageError, match=says):
         encoder.encode([CONVERSATION[0], turn], 1)
@@ -293,7 +293,7 @@ def test_a_conversation_of_another_form_is_refused(turn, says, encoder):
 
 def test_a_page_that_is_no_text_is_refused(encoder):
     for page in "half \udc00", None, b"bytes":
-        with pytest.raises(UsageError, match="no text|half a character"):
+        with pytest.raises(UsageError, match="no text|lone surrogate"):
             encoder.observation(page)
 
 

@@ -194,7 +194,7 @@ def turn(content, **more):
     (row("a", 1.0), "its turns are"),
     (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its turns are of ['assistant'"),
     (row("a", 1.0, "x") | dict(messages=5), "not iterable"),
-    (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "turn by turn"),
+    (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "message by message"),
     (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(content="x")]), "turn 5: it has no 'role'"),
     (row("a", 1.0, None), "is no text"),
     # What is not read would train another agent than the file's.

@@ -676,10 +676,10 @@ def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal(capsys, tmp_path)
     says = command.closing_lines(done, "my runs/a/run.html, 0.4 MB: open it in a browser")
     assert "\n".join(says).splitlines() == [
         "", "my runs/a: coevolve on webshop, model tiny, seed 0",
-        "target, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
-        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
-        "failure, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
-        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
+        "target, test: reward 0.250 -> 0.750, success 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
+        "failure, test: reward 0.250 -> 0.750, success 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
         "1,000 s in all",  # 8 x 50 + 600.4
         "my runs/a/run.html, 0.4 MB: open it in a browser",
         "bash run.sh compare 'my runs/a' OTHER_RUN",
@@ -765,7 +765,7 @@ def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
       for flag in ("--experts", "--branch", "--model", "--failure-from", "--out", "--track", "--env", "--seed")
       for between in ("=", " ''")],
     ("--model /nowhere", "--model /nowhere: "),
-    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
+    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert trajectory is left; dropped: {'too long': 5};"),
     ("--failure-from TINY --model SMALL", "tiny: its tokenizer or chat template is not that of --model"),
     ("--track abacus", "--track abacus: "),
     ("--track wandb", f"--track wandb: it is not installed; {sys.executable} -m pip install wandb"),
