@@ -753,14 +753,14 @@ def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
 @pytest.mark.parametrize("flags, says", [
     ("--betta 1", "unrecognized arguments: --betta 1; --help lists the settings"),
     ("--beta -1 --sft-warmup 1", "--sft-warmup 1.0: must be at least 0 and below 1; --beta -1.0: "),
-    ("--temperature 1e-39", "--temperature 1e-39: must be 0, which is greedy, or at least 0.001"),
+    ("--temperature 1e-39", "--temperature 1e-39: must be 0 (greedy decoding) or at least 0.001"),
     ("--method sft --beta 0.2", "--beta is not read by --method sft"),
     ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
     ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of a task"),
     ("--max-new-tokens 768 --max-tokens 768", "--max-new-tokens 768: must be below --max-tokens"),
     ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
-    ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
-    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: is not there; give a file"),
+    ("--experts /nowhere", "--experts /nowhere: does not exist; give an existing file"),
+    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: does not exist; give an existing file"),
     *[(f"{flag}{between}", f"{flag}: the value is empty; give one, or leave the flag out")
       for flag in ("--experts", "--branch", "--model", "--failure-from", "--out", "--track", "--env", "--seed")
       for between in ("=", " ''")],
