@@ -60,7 +60,7 @@ def one_line(done):
 def test_without_a_command_usage_is_printed(machine):
     run = machine(python3=BARE)
     assert "bash run.sh webshop" in run().stderr and run().returncode == 2
-    assert one_line(run("webshp")).endswith("'webshp', the nearest is webshop; bash run.sh lists all")
+    assert one_line(run("webshp")).endswith("'webshp' (did you mean webshop?); bash run.sh lists all")
     assert one_line(run("xyz")).endswith("unknown command 'xyz'; bash run.sh lists all")
     for asked in "--help", "-h":
         done = run(asked)
