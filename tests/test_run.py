@@ -549,10 +549,10 @@ def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monke
         copy(source, target)
 
     flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl")
-    monkeypatch.setattr(fork_of_run, "copy", stopped)
+    monkeypatch.setattr(branch, "copy", stopped)
     with pytest.raises(KeyboardInterrupt):
         toy_run(*flags)
-    monkeypatch.setattr(fork_of_run, "copy", copy)
+    monkeypatch.setattr(branch, "copy", copy)
     assert contents(toy_run(*flags))[0] == contents(toy[0])[0]
 
 
