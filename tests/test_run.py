@@ -498,7 +498,7 @@ def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
 def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small_model):
     before = {path: path.read_bytes() for path in toy[0].rglob("*") if path.is_file()}
     line = refusal(toy_run, "--out", toy[0], "--seed", 7, "--beta", 0.2)
-    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another, or these settings again" in line
+    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another folder, or the same settings" in line
     line = refusal(toy_run, "--out", toy[0], "--method", "positive")
     assert "method (coevolve -> positive)" in line
     assert before == {path: path.read_bytes() for path in before}

@@ -77,7 +77,7 @@ def test_a_folder_is_all_that_an_environment_needs_to_have_a_command(machine, tm
     assert "new_one" in run("--help").stdout.splitlines()[-1].split()
 
 
-def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_blanks(machine, tmp_path):
+def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_spaces(machine, tmp_path):
     run = machine(python3=FULL)
     (tmp_path / "my bin").mkdir()
     named = shutil.copy(tmp_path / "bin/python3", tmp_path / "my bin/python3")
