@@ -44,8 +44,8 @@ choose_torch() {
     else torch="for CPUs" index=$cpu; fi
 }
 
-# Completes .venv for an interpreter that lacks the requirements $1. The file .venv/installing exists
-# during an installation, so it marks a .venv that an interruption left incomplete.
+# Makes .venv, or completes it. $1 lists the requirements that the interpreter lacks. During an
+# installation there is a file .venv/installing, which shows later if it was interrupted.
 install() {
     local log=$here/.venv-install.log torch index
     if [ -e "$venv/installing" ]; then rm -rf "$venv"; fi
@@ -149,7 +149,7 @@ if ! lacks=$(satisfied "$python"); then
     python=$venv/bin/python
 fi
 
-# bfcl needs one more package. The tests skip what needs it if it is missing.
+# bfcl needs one more package. Without it, the tests that need it are skipped.
 case "$command ${1:-}" in bfcl* | test* | "play bfcl" | "study bfcl")
     package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
     if ! "$python" "$here/lab/requirements.py" <(echo "$package") >/dev/null 2>&1; then

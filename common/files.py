@@ -148,8 +148,8 @@ def input_key(given, agents: dict[Path, str]):
 
     Args:
         given: A path, or a list or dictionary of inputs.
-        agents: The keys of the run's agents, which identify how each agent was made, and of the
-            base model if it is on the hub, its commit.
+        agents: Keys by path. An agent of the run has the cache key of its phase, and a base model
+            from the hub has its commit.
 
     Returns:
         The key in `agents`, if the path has one. Otherwise a hash of a file's bytes, or the names

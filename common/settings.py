@@ -51,7 +51,7 @@ class Limits:
 
 
 FREE = "free"  # marks a setting that affects only the rounding of a run's results
-GROWING = "growing"  # marks a setting that adds outputs when increased, and changes no earlier ones
+GROWING = "growing"  # marks a setting that, if increased, only adds outputs to a run
 
 
 def limited(kind, message: str, holds: Callable):
@@ -139,7 +139,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
     for base in reversed(kind.__mro__):
         if "__annotations__" in vars(base):
             for name, comment in comments_of(base).items():
-                # The class that declares a setting first gives its heading.
+                # The heading is that of the first class that declares the setting.
                 heading, _ = descriptions.get(name, (heading_of(base), ""))
                 descriptions[name] = heading, comment
 
@@ -162,7 +162,7 @@ def heading_of(kind: type) -> str:
 def comments_of(kind: type) -> dict[str, str]:
     """Returns the comments of a class's fields by name, taken from its source.
 
-    A field's comment stands behind it, or else in the lines above it.
+    A field's comment is at the end of its line, or else in the lines above it.
     """
     comments = {}
     above = []  # comment lines since the last line of code
@@ -204,8 +204,8 @@ def names_in(reads: tuple) -> set[str]:
 def command_words(argv: list[str]) -> list[str]:
     """Returns the command-line arguments, with ~ expanded in values.
 
-    Raises UsageError if a value is empty, as the value of an unset shell variable is. The run would
-    otherwise silently ignore it.
+    Raises UsageError if a value is empty, for example because a shell variable is unset. An empty
+    value would otherwise have the same effect as none, without a message.
     """
     words = []
     for n, word in enumerate(argv):
@@ -287,8 +287,8 @@ def parse(
 def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
     """Returns the value of each setting, and the origin of each value that is no default.
 
-    A given value comes before the values of presets, of which the last one counts, and these come
-    before the default.
+    A value on the command line has priority over presets, a later preset over an earlier one, and
+    presets over the default.
     """
     declared = settings_of(kind) | settings_of(options)
     values = {name: setting.default for name, setting in declared.items()}

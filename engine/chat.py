@@ -38,7 +38,8 @@ class Encoder:
         self.valid_ids = {i for i in all_ids if i < self.vocabulary_size}
         self.template = Template(tokenizer)
         self.special_tokens = self.template.special_tokens
-        # Some tokenizers search the normalised text for the normalised forms of their tokens.
+        # Some tokenizers match their tokens in the normalised text, in normalised form. The text of a
+        # message must contain neither form.
         normalised = map(self.template.normalised, self.special_tokens)
         self.forgeries = sorted({*self.special_tokens, *normalised} - {""})
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end_token)
@@ -65,7 +66,7 @@ class Encoder:
         return self.ids_after(self.template.end_token, before + self.plain(text) + after)
 
     def plain(self, text: str, is_reply: bool = False) -> str:
-        """Returns a message's text with its special tokens broken up, and strips whitespace.
+        """Returns a message's text without outer whitespace and with its special tokens broken up.
 
         With special tokens, a text could end its message and forge another one. Whitespace around a
         reply stays if the template keeps it.
@@ -197,8 +198,8 @@ class Encoder:
     def reply_ends(self, t: Trajectory) -> list[int]:
         """Returns the positions in t.ids of the end-of-turn tokens of its replies, (t.turns,).
 
-        The trajectory has to end with a reply. Each reply has an end-of-turn token, which is added
-        if the agent does not write it.
+        The trajectory has to end with a reply. Every reply has an end-of-turn token, because one is
+        appended if the agent does not write it.
         """
         ends = []
         for position, token in enumerate(t.ids):
@@ -344,7 +345,7 @@ class Template:
         closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
         changes = ("its chat template changes a message once it is answered; use an Instruct model "
                    "that does not think")
-        if len(pieces) != 4:  # the text before, between and behind three contents
+        if len(pieces) != 4:  # the text before, between and after three contents
             self.refuse(changes)
         special_tokens = self.special_tokens_in("".join([*pieces, closing]))
         self.special_tokens = sorted(special_tokens)

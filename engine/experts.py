@@ -1,4 +1,4 @@
-"""Expert trajectories (demonstrations): collects them from a script or a file, and selects them."""
+"""Expert trajectories (demonstrations): collects, selects and writes them."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,8 +14,8 @@ from envs import Environment
 def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     """Collects one expert trajectory per training task, and writes them.
 
-    They come from the environment's scripted expert or from a file. If a file has several
-    trajectories of a task, as a file of an agent's own trajectories does, the best one is used.
+    They come from the environment's scripted expert or from a file. A file may have several
+    trajectories per task, for example those of an agent. The best one of each task is used.
 
     Args:
         run: The run.
@@ -66,7 +66,10 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
-    """Returns the contents of all tasks in the given splits, since a task may have several ids."""
+    """Returns the contents of all tasks in the given splits.
+
+    Contents identify a task, since the same task may have several ids.
+    """
     contents = set()
     for split in splits:
         for task in env.tasks(split):
