@@ -44,8 +44,8 @@ choose_torch() {
     else torch="for CPUs" index=$cpu; fi
 }
 
-# Makes .venv, or completes it. $1 lists the requirements that the interpreter lacks. During an
-# installation there is a file .venv/installing, which shows later if it was interrupted.
+# Makes .venv, or installs packages that it lacks. $1 lists the requirements that $python lacks. The
+# file .venv/installing exists during an installation, and remains if this is interrupted.
 install() {
     local log=$here/.venv-install.log torch index
     if [ -e "$venv/installing" ]; then rm -rf "$venv"; fi

@@ -84,7 +84,7 @@ FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isf
 
 
 class Stated:
-    """Base of classes of settings, with declarations beside the settings themselves."""
+    """Base class of settings, which also declares presets, conflicts and the content of --help."""
     essential = ()  # names of the settings that --help lists; --help all lists all of them
     # Preset name -> setting name -> value that replaces the default. A preset is named after a
     # model, a protocol or a method ("--method NAME"), and applies if `preset_names` returns it.
@@ -244,7 +244,7 @@ def parse(
         The settings, an object of the class `kind`, and the environment's own settings.
 
     Raises:
-        UsageError: A setting is wrong. The message lists all that are.
+        UsageError: Settings are wrong. The message lists all of them.
     """
     # 1. Parse --env first, because each environment has settings of its own.
     argv = command_words(argv)

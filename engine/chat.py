@@ -17,15 +17,16 @@ class Encoder:
 
     Each piece is tokenised once, when it is added. The ids that an agent sampled are therefore
     never replaced by a new tokenisation of their text. The action mask is made together with the
-    ids. It is 1 on a reply and its end-of-turn token, and 0 on all other tokens.
+    ids. It is 1 on replies, including their end-of-turn tokens, and 0 on all other tokens. An
+    end-of-turn token that was appended to an agent's reply has 0.
 
     An opening or observation ends with the template's generation prompt. Anything else that the
     template writes before a reply, such as Llama 2's space, belongs to the reply.
 
     Args:
         tokenizer: A tokenizer of transformers with a chat template.
-        vocabulary_size: Number of rows of the model's embedding. The default is the number of ids
-            of the tokenizer.
+        vocabulary_size: Number of rows of the model's embedding. The default is the tokenizer's
+            largest id plus 1.
 
     Raises:
         UsageError: The ids of the pieces differ from those of the rendered conversation.
@@ -38,8 +39,8 @@ class Encoder:
         self.valid_ids = {i for i in all_ids if i < self.vocabulary_size}
         self.template = Template(tokenizer)
         self.special_tokens = self.template.special_tokens
-        # Some tokenizers match their tokens in the normalised text, in normalised form. The text of a
-        # message must contain neither form.
+        # Some tokenizers match their tokens in the normalised text, in normalised form. A message
+        # must contain neither form.
         normalised = map(self.template.normalised, self.special_tokens)
         self.forgeries = sorted({*self.special_tokens, *normalised} - {""})
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end_token)
