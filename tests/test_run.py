@@ -400,7 +400,7 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
      "the id 99999 is not below the vocabulary size"),
     (PLAYED, dict(reward="1"), "reward has to be of type float, and is '1'"),
     (PLAYED, dict(reward=math.nan), "reward has to be of type float, and is nan"),
-    (PLAYED, dict(steps=True), "steps has to be of type int"),
+    (PLAYED, dict(turns=True), "turns has to be of type int"),
     (PLAYED, dict(messages=["hello"]), "messages has to be of type list[dict]"),
     (PLAYED, dict(messages=[dict(content="")]), "'role' is missing"),
     (PLAYED, dict(messages=[dict(role="user", content=None)]), "content has to be of type str"),
@@ -423,7 +423,7 @@ def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
         rows[1]["action_mask"] = [0] * len(rows[1]["ids"])
         write_jsonl(out / "experts.jsonl", rows)
 
-    assert "has no action tokens to learn from; leave it out" in refusal(again, edit)
+    assert "has no action tokens to train on; leave it out" in refusal(again, edit)
 
 
 @pytest.mark.parametrize("solves, warned", [(3, True), (4, False)])
