@@ -627,7 +627,7 @@ def test_an_agent_that_vllm_serves_plays_as_its_run_evaluated_it(serve, small_ru
     """By the interface of `vllm serve AGENT`, and all fields of its answers."""
     agent = small_run / "iter1/target-agent"
     tokenizer, model = AutoTokenizer.from_pretrained(agent), models.read_model(agent).eval()
-    end = tokenizer.convert_tokens_to_ids(chat.Encoder(tokenizer).template.end)
+    end = tokenizer.convert_tokens_to_ids(chat.Encoder(tokenizer).template.end_token)
 
     def reply(path, body):
         assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", str(agent), 0)
