@@ -19,7 +19,7 @@ from conftest import ROOT, wait_until
 from common.settings import UsageError
 from environments import converse, environment, make
 from environments.appworld import data, judging, processes
-from environments.appworld.data import MOST_REPLIES, calls_in, parts, small_world
+from environments.appworld.data import MAX_REPLIES, calls_in, parts, small_appworld
 from environments.appworld.environment import FORM, block, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
 from envs import EnvError
@@ -149,7 +149,7 @@ def play(task, text, lines, send):
         exec(json.loads(line)["code"])
 
 child.warm = lambda: None
-child.shown = lambda task, truth: [sysconfig.get_paths()["stdlib"]]
+child.visible_paths = lambda task, truth: [sysconfig.get_paths()["stdlib"]]
 child.play = play
 {more}
 child.serve()
@@ -210,11 +210,11 @@ def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
         assert episode.text == "\u00e9" * 200_000
         episode.seconds = 0.3 if "no answer" in reason else 60
         inside = [process for process in processes_of(server) if process not in outside]
-        with pytest.raises(processes.Gone, match=reason) as caught:
+        with pytest.raises(processes.ProcessEnded, match=reason) as caught:
             episode.run(code)
         assert len(inside) == 2 and len(str(caught.value).encode()) <= 500
         wait_until(lambda: gone(inside), "the processes inside to end")
-    assert other.run("send(output='yes', done=True, calls=[])") == processes.Ran("yes", True, [])
+    assert other.run("send(output='yes', done=True, calls=[])") == processes.CodeResult("yes", True, [])
     other.end()
     wait_until(lambda: not processes_of(server), "the server's processes to end")
 
@@ -239,8 +239,8 @@ def test_what_does_not_start_or_end_is_said_and_leaves_no_process(served, tmp_pa
     for _ in range(2):
         with pytest.raises(EnvError, match="task a does not start: ZeroDivisionError"):
             processes.Episode(server, "a", "x")
-    monkeypatch.setattr(processes, "JUDGING", 0.3)
-    assert "no answer in" in server.once("judge", "a", changes={})["error"]
+    monkeypatch.setattr(processes, "JUDGE_SECONDS", 0.3)
+    assert "no answer in" in server.run_once("judge", "a", changes={})["error"]
     wait_until(lambda: not processes_of(server), "the server's processes to end")
     with pytest.raises(EnvError, match="does not start"):
         served("child.serve = lambda: None")
@@ -254,7 +254,7 @@ def refused(*given):
 jail.separate = refused
 child.play = lambda *given: open({str(tmp_path / "ran")!r}, "w").close()
 """
-    with pytest.raises(UsageError, match=r"does not shut in .*\(OSError: unshare.*container's root may lack"):
+    with pytest.raises(UsageError, match=r"cannot isolate .*\(OSError: unshare.*container's root may lack"):
         served(more)
     assert not (tmp_path / "ran").exists()
 
@@ -338,7 +338,7 @@ def generator(served, monkeypatch, tmp_path):
     def slow(episode, code):
         if late and late.pop():
             episode.end()
-            raise processes.Gone("no answer in 25 seconds")
+            raise processes.ProcessEnded("no answer in 25 seconds")
         return run(episode, code)
 
     monkeypatch.setattr(processes.Episode, "run", slow)
@@ -383,7 +383,7 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
     late.clear()
     left = judge.trace(task, task["code"]).changes
     late[:] = [True, False]
-    with pytest.raises(EnvError, match="made on a is not played to its end: no answer in 25 seconds"):
+    with pytest.raises(EnvError, match="made on a did not run to its end: no answer in 25 seconds"):
         judge.share(task, left)
     assert judge.share(task, left) == 1  # the next episode on it
     assert judge.share(task, {**left, "notes.jsonl": "other"}) == 0.5
@@ -464,7 +464,7 @@ def solution(apis, requester):
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
     assert calls_in(ast.parse(found[2])) == ["supervisor.complete_task", "phone.show_alarm"]
     long = "def solution(apis, requester):\n" + "    apis.a.b()\n" * 70
-    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MOST_REPLIES == 30
+    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MAX_REPLIES == 30
 
 
 def test_scenarios_are_tasks_without_their_last_number():
@@ -476,7 +476,7 @@ def test_scenarios_are_tasks_without_their_last_number():
 def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
     with pytest.raises(UsageError, match="memory-of-agents.*has 'memory' in its path.*move it"):
-        small_world()
+        small_appworld()
     monkeypatch.setattr(data, "VENV", tmp_path)
     with pytest.raises(UsageError, match=r"appworld==0.1.3.post1 is not in .*; bash run.sh appworld"):
         make("appworld")
@@ -555,7 +555,7 @@ PROBES = {
 def test_probes_reach_no_answer_no_file_no_network_and_no_process(env, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "a secret")
     task = of_family(env, "test", "contact-number")
-    start, root = env.find(task)["start"], small_world()
+    start, root = env.find(task)["start"], small_appworld()
     answer = json.loads((root / "data/tasks" / start / "ground_truth/answer.json").read_text())
     secrets = [str(answer), "root:x:", socket.gethostname(), "SECRET_OF_THE_RUN"]
     library, = data.VENV.glob("lib/python3*/site-packages")
@@ -612,7 +612,7 @@ def test_more_than_was_asked_for_is_not_what_was_asked_for(env, monkeypatch):
 
 def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
     env.reset(env.tasks("train")[0])
-    steps = [env.step("I think.") for _ in range(MOST_REPLIES)]
+    steps = [env.step("I think.") for _ in range(MAX_REPLIES)]
     assert [step.done for step in steps] == [False] * 29 + [True]
     assert {step.observation for step in steps} == {FORM} and steps[-1].reward == 0
     task, code = alarm(env)
@@ -624,17 +624,17 @@ def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
 
 def test_changes_that_are_none_fail_the_episode_alone(env, monkeypatch):
     task, _ = alarm(env)
-    changes = data.start_changes(small_world(), env.find(task)["start"])
+    changes = data.start_changes(small_appworld(), env.find(task)["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
         assert env.judge.share(env.find(task), {**changes, "phone.jsonl": bad}) == 0
     assert env.judge.share(env.find(task), {}) == 0
-    monkeypatch.setattr(env.judge, "_tests", lambda task, changes: dict(error="no tests"))
+    monkeypatch.setattr(env.judge, "_run_tests", lambda task, changes: dict(error="no tests"))
     with pytest.raises(EnvError, match="can't be judged: no tests"):
         env.judge.share(env.find(task), changes)
 
 
 def test_splits_repeat_nothing_and_the_official_layout_plays(env, tmp_path):
-    root = small_world()
+    root = small_appworld()
     assert {split: len(tasks) for split, tasks in env.splits.items()} == {
         "train": 72, "validation": 36, "test": 36, "unseen": 42}
     keys = [key for tasks in env.splits.values() for key in tasks]
@@ -649,7 +649,7 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(env, tmp_path):
     for step, missing in ((None, "train.txt"), (["none_1"], "tasks/none_1/specs.json"), (keys[3:6], "standard/phone.json")):
         for name, tasks in lists.items() if step else ():
             (given / f"{name}.txt").write_text("\n".join(step if name == "dev" else tasks))
-        with pytest.raises(UsageError, match=f"{missing} is not there; appworld download data"):
+        with pytest.raises(UsageError, match=f"{missing} is missing; .*appworld download data"):
             make("appworld", appworld_root=str(tmp_path))
     (tmp_path / "data/api_docs").symlink_to(root / "data/api_docs")
     official = make("appworld", appworld_root=str(tmp_path))
@@ -691,7 +691,7 @@ def test_what_people_ask_for_says_all_and_tells_nothing(env):
     generator, families = env.task_generator(), set()
     for task in env.tasks("train"):
         start = env.find(task)["start"]
-        text, code = data.specs(small_world(), start)["instruction"], env.solution(dict(start=start))
+        text, code = data.specs(small_appworld(), start)["instruction"], env.solution(dict(start=start))
         asked = dict(start=start, text=f"So: {text}", code=code)
         assert generator.refusal(asked) is None and not generator.tells(text, [*map(block, code)]), text
         for wish in WISHES:
