@@ -360,10 +360,10 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(generator):
             (["apis.notes.show_hour()", DONE], "solved without its last change"),
             (["apis.notes.show_hour()", "apis.supervisor.complete_task(answer='Milk')"], None),
             # what the text must say: literals that an interface gets or that something is compared with
-            (["a = 'Bread'", "apis.notes.create_note(title=a)", DONE], "does not say every value"),
-            ([f"'Bread' == 'x' or {NOTE}", DONE], "does not say every value"),
-            (["apis.notes.create_note(title=['Milk', 7])", DONE], "does not say every value"),
-            ([hour, DONE], "does not say every value"), (["apis.notes.show_hour()", hour, DONE], None),
+            (["a = 'Bread'", "apis.notes.create_note(title=a)", DONE], "does not state every value"),
+            ([f"'Bread' == 'x' or {NOTE}", DONE], "does not state every value"),
+            (["apis.notes.create_note(title=['Milk', 7])", DONE], "does not state every value"),
+            ([hour, DONE], "does not state every value"), (["apis.notes.show_hour()", hour, DONE], None),
             (["apis.notes.create_note(title='Ada')", DONE], None),        # the person
             (["apis.notes.create_note(title='called')", DONE], None),     # a document
             (["apis.notes.create_note(title='Milk', access_token='x1', note_id=9)", DONE], None)):
@@ -377,7 +377,7 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
     judge, late = generator.env.judge, generator.late
     task = dict(start="a", text="A note called Milk", code=["apis.notes.show_hour()", NOTE, DONE])
     last = "without its last change"
-    for replies, reason in ((7, f"{last} it is not played to its end"), (2, "does not complete it")):
+    for replies, reason in ((7, f"{last} it does not run to its end"), (2, "does not complete it")):
         late[:] = [True] + [False] * replies
         assert reason in generator.verify(dict(task=task))
     late.clear()
@@ -616,9 +616,15 @@ def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
     assert [step.done for step in steps] == [False] * 29 + [True]
     assert {step.observation for step in steps} == {FORM} and steps[-1].reward == 0
     task, code = alarm(env)
-    env.reset(task)
-    step = env.step(block("__import__('ctypes').CDLL(None)._exit(0)"))
-    assert (step.reward, step.done) == (0, True) and "The episode is over" in step.observation
+    ends = ["__import__('ctypes').CDLL(None)._exit(0)"]
+    if os.uname().machine == "x86_64":  # a killed system call ends all threads, not one until the time limit
+        bad = "bad = lambda call=__import__('ctypes').CDLL(None).syscall: call(0x40000027)\n"
+        ends += [f"{bad}bad()", f"{bad}__import__('threading').Thread(target=bad).start()\nwhile True: pass"]
+    for end in ends:
+        env.reset(task)
+        step = env.step(block(end))
+        assert (step.reward, step.done) == (0, True), end
+        assert step.observation == "The episode is over: its process has ended.", end
     assert play(env, task, code).reward == 1
 
 
@@ -687,7 +693,7 @@ WISHES = ["Do the things that I need.", "Please help me with this!", "Log in to 
           "Use my apps to do what I want.", "Complete my task and answer me.", "Call the necessary functions, please"]
 
 
-def test_what_people_ask_for_says_all_and_tells_nothing(env):
+def test_what_people_ask_for_states_all_and_tells_nothing(env):
     generator, families = env.task_generator(), set()
     for task in env.tasks("train"):
         start = env.find(task)["start"]
@@ -700,5 +706,5 @@ def test_what_people_ask_for_says_all_and_tells_nothing(env):
         if family not in families:
             families.add(family)
             trace = env.judge.trace(asked, code)
-            assert generator._says_all(asked, trace), text
-            assert not generator._says_all({**asked, "text": "Do something with my alarms or notes."}, trace), text
+            assert generator._states_all(asked, trace), text
+            assert not generator._states_all({**asked, "text": "Do something with my alarms or notes."}, trace), text

@@ -591,7 +591,7 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(files):
     outside = call_of("get_outside_temperature_from_google")
     assert verdict([[outside]], start=cars) is None  # what is drawn is drawn again
     # What nobody says and nothing shows: other words, parts of words, and numbers that are others.
-    unsaid = "its text does not say every value that its calls need"
+    unsaid = "its text does not state every value that its calls need"
     tank = call_of("fillFuelTank", fuelAmount=7.0)
     for calls, text, start in (([folder], "A folder.", None), ([folder], "A folder alphabet", None), ([tank], "Some fuel: 7.5", cars)):
         assert verdict([calls], text=text, start=start or new["start"]) == unsaid

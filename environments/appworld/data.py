@@ -52,8 +52,8 @@ def small_appworld() -> Path:
 def checked_path(folder: Path) -> Path:
     """Returns the folder. Raises UsageError if the package would not read its files."""
     if "memory" in str(folder):
-        raise UsageError(f"appworld: {folder} has 'memory' in its path, which the package takes for "
-                         "a database without a file; move it")
+        raise UsageError(f"appworld: {folder} has 'memory' in its path, which the package takes "
+                         "for a database without a file; move it")
     return folder
 
 
@@ -137,7 +137,7 @@ def calls_in(tree: ast.AST) -> list[str]:
 
 
 def specs(root: Path, key: str) -> dict:
-    """Returns the specification of a task: its `instruction`, the person (`supervisor`) and others."""
+    """Returns the specification of a task, with its `instruction` and the person, `supervisor`."""
     return json.loads((root / "data/tasks" / key / "specs.json").read_text())
 
 

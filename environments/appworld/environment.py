@@ -112,7 +112,7 @@ class AppWorld(Environment):
 
 
 def code_of(reply: str) -> str | None:
-    """Returns the first block of Python in a reply, or None. The block may lack its closing fence."""
+    """Returns the first block of Python in a reply, or None. Its closing fence may be missing."""
     match = re.search(r"```python\n(.*?)(?:```|\Z)", reply, re.DOTALL)
     return match[1].strip() if match else None
 

@@ -1,7 +1,7 @@
-"""The task families of the small AppWorld. Each family is a function that draws a task for a person.
+"""The task families of the small AppWorld. Each is a function that draws a task for a person.
 
-A person is a dict: `small.py` signs the person up at the apps, and records there the contacts, alarms
-and notes. The code of a solution is a list of steps with one call each, one reply per step.
+A person is a dict with the contacts, alarms and notes that `small.py` has recorded in the apps. The
+code of a solution is a list of steps with one call each, one reply per step.
 """
 
 import random

@@ -71,7 +71,8 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
     die_with_parent()  # again, since a new user namespace has cleared it
     build_root(visible, own, user)
     if process := os.fork():
-        os.closerange(0, report or 1 << 16)  # otherwise the client would not see the new process close them
+        # Otherwise the client could not see that the new process has closed its files.
+        os.closerange(0, report or 1 << 16)
         _, status = os.waitpid(process, 0)
         if report and status != 9:
             os.write(report, b"ended")

@@ -57,8 +57,8 @@ class Server:
         if "error" in answer:
             self.end()
             raise UsageError(
-                f"appworld: this machine cannot isolate the code of a model ({answer['error']}), so "
-                "no code is run; use Linux with user namespaces, or as root with CAP_SYS_ADMIN, "
+                f"appworld: this machine cannot isolate the code of a model ({answer['error']}), "
+                "so no code is run; use Linux with user namespaces, or as root with CAP_SYS_ADMIN, "
                 "which a container's root may lack")
 
     def begin(self, request: dict, files: list[int]) -> int:
