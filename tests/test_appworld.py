@@ -125,7 +125,7 @@ def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
             inside = psutil.Process(run.pid).children(recursive=True)
             run.kill()
     if isinstance(found, str):
-        pytest.skip(f"this machine does not shut in: {found}")
+        pytest.skip(f"this machine cannot isolate processes: {found}")
     for name, (_, wanted) in TRIES.items():
         assert re.search(wanted, found[name]), (name, found[name])
     assert len(inside) == 2
