@@ -154,7 +154,7 @@ def write_changes(task: str, name: str, changes: dict) -> str:
 
 def warm() -> None:
     """Imports every module that a fork needs, and fills the package's caches, which forks share."""
-    import pytest  # noqa: F401  the tests of tasks use it for comparisons
+    import pytest  # noqa: F401  the tasks' own tests compare numbers with it
     from appworld import AppWorld, evaluator, requester  # noqa: F401
     from appworld.apps import api_lib, get_all_apps
     from appworld.collections.api_docs import ApiDocCollection

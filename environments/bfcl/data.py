@@ -118,8 +118,8 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
 
 
 def _split_of_numbers() -> dict[int, str]:
-    """Returns the split of each of the 200 task numbers, with the sizes SIZES. Tasks with equal
-    start states are in one split."""
+    """Returns the split of each of the 200 task numbers. The splits have the sizes in SIZES, and
+    tasks with equal start states are in the same split."""
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     same_start = defaultdict(list)
     for n, entry in enumerate(base):

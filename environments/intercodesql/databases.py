@@ -51,7 +51,7 @@ _FORBIDDEN = re.compile(
 
 
 def code_of(sql: str) -> str:
-    """Returns a query without comments, the content of its string literals, and backticks."""
+    """Returns the code of a query: comments and backticks are removed, string literals emptied."""
     def code(match):
         if match["name"] is not None:
             return match["name"] if match["name"].isidentifier() else "name"

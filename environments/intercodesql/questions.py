@@ -231,8 +231,11 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float,
 
 @cache
 def sql_data() -> SQLData:
-    """Returns 360 databases with 5 questions each, as train, validation, test (new databases) and
-    unseen (databases over nouns that no training task names). Every gold is `worth_asking`."""
+    """Returns the generated data: 360 databases with 5 questions each.
+
+    The split `test` has databases that are not in `train`, and `unseen` has databases over nouns
+    that no training task names. Every gold query is `worth_asking`.
+    """
     rng = random.Random(DATA_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
     databases, tables_of_db, questions, schemas = {}, {}, {}, set()

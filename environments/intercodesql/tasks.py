@@ -63,7 +63,7 @@ class TaskGenerator:
     form = ("A task is a question about this database that one SELECT answers; it names the same "
             "things, columns, values and numbers, and no others. Its actions are queries, the "
             "answer's SELECT the last of them, and then: submit")
-    # The actions in that prompt, if the environment's own rules are not shown
+    # The description of the actions in that prompt. The short view has no rules that name them.
     actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
     def __init__(self, env):
