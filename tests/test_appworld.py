@@ -1,4 +1,4 @@
-"""AppWorld: processes that are shut in, with a child that has no package; then the small world,
+"""AppWorld: processes that are isolated, with a child that has no package; then the small AppWorld,
 where the package is (run.sh puts it into .venv-appworld), by the package's own judgement."""
 
 import ast
@@ -487,7 +487,7 @@ def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def env():
-    """The small world's environment; a skip where the package is not, or nothing is shut in."""
+    """The small AppWorld; skips if the package is missing or the machine cannot isolate processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "SECONDS", 3)
         try:

@@ -18,8 +18,8 @@ class Trace:
         changed: For each part, True if it changed the apps.
         changes: All changes at the end, file -> text, as an episode saves them.
         done: True if the solution completed the task.
-        process_error: The reason if the process ended before the solution did. Its effect is then
-            unknown.
+        process_error: The reason why the process ended before the solution did, or None. With a
+            reason, the effect of the solution is unknown.
     """
     outputs: list[str] = field(default_factory=list)
     calls: list[list] = field(default_factory=list)

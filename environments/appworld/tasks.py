@@ -244,7 +244,7 @@ def codes(replies: list[str]) -> list[str]:
 
 
 def tree_of(code: str) -> ast.AST | None:
-    """Returns the syntax tree of code, or None if it is no Python that can be unparsed again."""
+    """Returns the syntax tree of code, or None if it cannot be parsed and written again."""
     try:
         tree = ast.parse(code)
         ast.unparse(tree)

@@ -29,7 +29,7 @@ FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with th
 DONE = "That is done."
 MISSING = "I cannot do this yet: a function or a value that I would need is missing."
 MAX_REPLIES = 20        # replies with calls, in one turn of the user [BFCL]
-MAX_CALLS = 50          # calls, and blocks, of a reply; ground truths have at most 34 a turn [ours]
+MAX_CALLS = 50          # calls, or blocks, of a reply; ground truths have up to 34 a turn [ours]
 MAX_CHARACTERS = 100_000  # characters of a reply with calls [ours]
 MAX_DEPTH = 20          # depth of nested lists and objects in arguments [ours]
 TOO_DEEP = "nested too deeply"
@@ -124,7 +124,7 @@ def _as_call(value) -> dict | None:
 
 
 def problem(call: dict) -> str | None:
-    """Returns the reason why a simulator may not get the values of a call, or None if it may."""
+    """Returns the reason why a call may not be passed to a simulator, or None if it may."""
     name, arguments = call["name"], call["arguments"]
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM

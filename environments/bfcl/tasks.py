@@ -36,7 +36,7 @@ class TaskGenerator:
             for task in tasks(category).values():
                 self.functions |= functions(task["start"])
                 self.texts |= {*map(words_of, task["turns"])}
-                # No new task may have the solution of an existing one, from any start state.
+                # A new task may not have the calls of an existing one, whatever its start state.
                 self.solutions.append(self._without_defaults(task))
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:

@@ -122,7 +122,8 @@ def _concat_ws(between, first, *more):
 
 
 def _extreme(choose):
-    """Returns GREATEST or LEAST, given max or min. If any value is a text, it compares texts."""
+    """Returns the function GREATEST if `choose` is max, or LEAST if it is min. It compares numbers,
+    or texts if any argument is a text."""
     def function(first, second, *more):
         values = [first, second, *more]
         if all(isinstance(value, (int, float)) for value in values):
@@ -275,7 +276,7 @@ class Sqlite:
         return self._columns.get(match[1].lower(), unknown)
 
     def _describe(self, table: str) -> list[tuple]:
-        """Returns (Field, Type, Null, Key, Default, Extra) of each column of a table, like MySQL."""
+        """Returns the rows of MySQL's DESC: Field, Type, Null, Key, Default, Extra."""
         foreign = {row[3].lower() for row in
                    self._db.execute(f'PRAGMA foreign_key_list("{table}")')}
         return [(name, kind.lower(), "NO" if required or key else "YES",

@@ -76,7 +76,7 @@ class InterCodeSQL(Environment):
         self._db = None
 
     def task_generator(self):
-        if not self.data.tables:  # only questions about the generated databases can be generated
+        if not self.data.tables:  # it makes questions about generated databases only
             return super().task_generator()
         return import_module("environments.intercodesql.tasks").TaskGenerator(self)
 

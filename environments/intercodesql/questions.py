@@ -275,9 +275,10 @@ def schema_key(script: str) -> frozenset:
 
 
 def worth_asking(run, gold: str) -> bool:
-    """Returns True if a gold query finds rows, but not too many, and its condition matters.
+    """Returns True if a gold query finds rows, but not too many, and its WHERE clause matters.
 
-    Without the condition it must find other rows, and clearly more of them.
+    Without that clause the query must find other rows. If it finds several rows, these must be at
+    most 70% of the rows without the clause.
 
     Args:
         run: Function that runs a query.
