@@ -400,7 +400,7 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
      "the id 99999 is not below the vocabulary size"),
     (PLAYED, dict(reward="1"), "reward has to be of type float, and is '1'"),
     (PLAYED, dict(reward=math.nan), "reward has to be of type float, and is nan"),
-    (PLAYED, dict(steps=True), "steps has to be of type int"),
+    (PLAYED, dict(turns=True), "turns has to be of type int"),
     (PLAYED, dict(messages=["hello"]), "messages has to be of type list[dict]"),
     (PLAYED, dict(messages=[dict(content="")]), "'role' is missing"),
     (PLAYED, dict(messages=[dict(role="user", content=None)]), "content has to be of type str"),
@@ -423,7 +423,7 @@ def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
         rows[1]["action_mask"] = [0] * len(rows[1]["ids"])
         write_jsonl(out / "experts.jsonl", rows)
 
-    assert "has no action tokens to learn from; leave it out" in refusal(again, edit)
+    assert "has no action tokens to train on; leave it out" in refusal(again, edit)
 
 
 @pytest.mark.parametrize("solves, warned", [(3, True), (4, False)])
@@ -549,10 +549,10 @@ def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monke
         copy(source, target)
 
     flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl")
-    monkeypatch.setattr(fork_of_run, "copy", stopped)
+    monkeypatch.setattr(branch, "copy", stopped)
     with pytest.raises(KeyboardInterrupt):
         toy_run(*flags)
-    monkeypatch.setattr(fork_of_run, "copy", copy)
+    monkeypatch.setattr(branch, "copy", copy)
     assert contents(toy_run(*flags))[0] == contents(toy[0])[0]
 
 
