@@ -261,7 +261,7 @@ def test_questions_that_are_planted_or_have_no_answer_are_refused(databases):
                                                 *[f"{text}?" for text in evaluated])),
             ("a held-out noun", "query", ["how many clocks"]),
             ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
-            ("cannot be asked", "gold", (
+            ("cannot be run", "gold", (
                 "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0", "SELECT",
                 "select 1 from farms where 1 = 1", "SELECT 1 FROM farms\nWhere 1 = 1",
                 # of a hostile explorer
