@@ -128,7 +128,7 @@ def test_a_run_can_be_looked_at_whenever_one_likes(run, tmp_path, capsys):
     made = (run / "run.html").read_text()
     there = [all(r["messages"] for r in t["runs"]) for t in data_of(made)["tasks"]]
     assert there == sorted(there, reverse=True) and {*there} == {True, False}
-    assert re.search(r"no room for the conversations of \d of 5 tasks", made)
+    assert re.search(r"leaves out the conversations of \d of 5 tasks", made)
 
     (run / "result.json").unlink()
     phases = json.loads((run / "phases.json").read_text())
@@ -264,7 +264,7 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     assert (told["search"], told["hash"]) == (["train-2"], "#webshop-train-0")
     # The target does what the expert does once, then "target"; the failure agent twice.
     assert [head.split(" ")[0] for head in told["heads"]] == ["expert", "target", "failure"]
-    assert "0.20" in told["heads"][1] and "parts from the expert at turn 2" in told["heads"][1]
+    assert "0.20" in told["heads"][1] and "differs from the expert at turn 2" in told["heads"][1]
     assert told["parts"] == ["target", "<script>"]
     assert [row[0] for row in told["rows"]] == [
         "expert 1>target 0.20", "expert 1>failure 0.90", "failure 0.90>target 0.20"]
