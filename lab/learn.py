@@ -2,10 +2,10 @@
 
 A line of the file is a trajectory: {"task", "messages": [{"role", "content"}, ...], "reward"}, and
 "agent" if two agents played. No environment is needed. The best trajectory of each task is its
-expert trajectory. First, SFT (supervised fine-tuning) imitates the expert trajectories, Eq. (3)-(5).
-Then a phase of preference learning, Eq. (9), trains on pairs that are ordered by reward, Eq. (8).
-Its reference is the agent after SFT. Both are the core's phases, in the run OUT/run. Repeating the
-command resumes it. The trained agent is in OUT.
+expert trajectory. First, SFT (supervised fine-tuning) imitates the expert trajectories, Eq. (3) to
+(5). Then a phase of preference learning, Eq. (9), trains on pairs that are ordered by reward,
+Eq. (8). Its reference is the agent after SFT. Both are the core's phases, in the run OUT/run. To
+resume an interrupted run, repeat the command. The trained agent is in OUT.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def best(run: Run, out: Path, file: Path) -> dict:
     dropped["of tasks without an expert"] = sum(t.task not in experts for t in run.trajectories)
     if not experts:
         raise UsageError(f"{file}: no expert trajectory is left: {dict(dropped)}; lower "
-                         f"--expert-min-reward {least}, or raise --max-tokens {run.settings.max_tokens}")
+                         f"--expert-min-reward {least}, or raise --max-tokens "
+                         f"{run.settings.max_tokens}")
     write(run, out, list(experts.values()))
     return dict(experts=len(experts), dropped=+dropped)
 
@@ -237,7 +238,7 @@ class Settings(coevolve.Settings):
     file: Free[OldFile] = None
     # Folder for the trained agent, and for the run that trains it, in `run` [runs/learn-FILE]
     out: Free[Optional[str]] = None
-    # The best trajectory of a task is its expert only above this reward, or if it is a success [ours]
+    # The best trajectory of a task is its expert if its reward exceeds this, or is a success [ours]
     expert_min_reward: float = 0.0
     env: str = "trajectories of one's own"
     method: str = "learn"

@@ -98,11 +98,10 @@ def on_common_tasks(evals: list[dict]) -> tuple[list[dict], list[str]]:
         by_task = {task: episodes for task, episodes in e["episodes_by_task"].items()
                    if task in common[e["split"]]}
         rewards = [reward for episodes in by_task.values() for reward, _ in episodes]
-        if len(by_task) < len(e["episodes_by_task"]) and rewards:
-            e = e | dict(reward=fmean(rewards), episodes_by_task=by_task,
-                         success=fmean(reward >= SOLVED for reward in rewards))
         if rewards:
-            restricted.append(e)
+            success = fmean(reward >= SOLVED for reward in rewards)
+            restricted.append(e | dict(reward=fmean(rewards), success=success,
+                                       episodes_by_task=by_task))
     return restricted, notes
 
 
