@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
         first.add_argument(flag(name), default=getattr(Settings, name))
     args, _ = first.parse_known_args(argv)
     models.MODELS["smollm2"] = smollm2.base
-    if is_endpoint(args.model):  # a run needs a tokenizer, but does not use it for an endpoint
+    if is_endpoint(args.model):  # a run needs some tokenizer; an endpoint does not use it
         models.MODELS[args.model] = models.MODELS["tiny"]
     trained_in = run_of(Path(args.model).expanduser()) if args.method == "evaluate" else None
     flags = way_of(trained_in, args.env) if trained_in else []

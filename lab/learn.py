@@ -43,7 +43,7 @@ MUST = "task, messages of role and content, reward from 0 to 1, and agent if the
 
 def learn(run: Run) -> None:
     """Imitates the best trajectory of each task, then learns from pairs with the others."""
-    # 1. Sort the trajectories into expert trajectories and those of each agent, and make pairs.
+    # 1. Choose the expert trajectories, write the others by agent, and make pairs.
     once = run.once
     file = Path(run.settings.file)
     experts = once("experts.jsonl", best, file)
@@ -82,8 +82,8 @@ def lay_out(out: Path, agents: list[Path]) -> None:
 
 
 def best(run: Run, out: Path, file: Path) -> dict:
-    """Writes the expert trajectory of each task: the first of its best trajectories. A task without
-    a success needs a reward above --expert-min-reward."""
+    """Writes the expert trajectory of each task, which is the first of its best trajectories. If it
+    is not a success, its reward must exceed --expert-min-reward."""
     least = run.settings.expert_min_reward
     experts = {}
     for t in best_of_tasks(run.trajectories):
@@ -238,7 +238,7 @@ class Settings(coevolve.Settings):
     file: Free[OldFile] = None
     # Folder for the trained agent, and for the run that trains it, in `run` [runs/learn-FILE]
     out: Free[Optional[str]] = None
-    # The best trajectory of a task is its expert if its reward exceeds this, or is a success [ours]
+    # A failure is an expert trajectory only if its reward exceeds this [ours]
     expert_min_reward: float = 0.0
     env: str = "trajectories of one's own"
     method: str = "learn"

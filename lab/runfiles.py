@@ -1,4 +1,4 @@
-"""Reads the settings and phases of a run, and wraps the commands that read runs.
+"""Reads the settings and phases of a run, and handles the errors of commands that read runs.
 
 A phase is identified by the keys of its record in phases.json, not by the name of its function, so
 a fork may call its phases as it likes.
@@ -56,8 +56,8 @@ def config_of(run: Path) -> dict:
 
 
 def way_of(run: Path, env: str) -> list[str]:
-    """Returns the flags that let an agent of a run play as in its training, or an empty list in
-    another environment."""
+    """Returns the flags with which an agent of a run plays as in its training. The list is empty if
+    `env` is not the environment of the run."""
     settings = config_of(run)["settings"]
     if settings["env"] != env:
         return []

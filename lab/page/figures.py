@@ -39,7 +39,8 @@ def figure(panels: int, width: float = 4.0, height: float = 3.6):
 
 def write(drawing: Figure, file) -> None:
     """Writes a figure as SVG."""
-    # The layout uses the tick labels of the previous drawing, so the figure is drawn once before.
+    # The layout uses the tick labels of the previous drawing, so the figure is drawn once before it
+    # is saved.
     drawing.draw_without_rendering()
     drawing.savefig(file, format="svg", metadata={"Date": None})
 
@@ -112,7 +113,8 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
 
 
 def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
-    """Returns title -> name of a curve -> its points (step, y), from a training log."""
+    """Returns the curves of a training log: title of a panel -> name of a curve -> [(step, y),
+    ...]."""
     panels = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for name, title in OF_STEPS.items():

@@ -25,7 +25,7 @@ from lab.page import figures, report
 from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
 
 FILES = Path(__file__).parent / "files"
-MEGABYTES = 4.5  # default size of the conversations in a page
+MEGABYTES = 4.5  # default limit for the conversations in a page, after compression
 # Keys of a trajectory that the page includes. Token ids are left out.
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 EPISODE = {"task", *KEPT} - {"raw_reward"}  # a row with these keys is a trajectory
@@ -49,7 +49,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
     policy = ["default-src 'none'", f"style-src {hash_source(style)}",
               f"script-src {hash_source(script)}",
               "img-src data:", "base-uri 'none'", "form-action 'none'"]
-    # Conversations shrink to a fifth of their size when they are deflated and encoded in base64.
+    # Compression with zlib, followed by base64, leaves a fifth of the size of conversations.
     deflated = zlib.compress(json.dumps(data, allow_nan=False).encode())
     env = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined,
                       trim_blocks=True, lstrip_blocks=True)
@@ -85,12 +85,12 @@ def conversations(run: Path, megabytes: float) -> dict:
     """Returns the data of the task browser: tasks with their trajectories and pairs, the most
     interesting tasks first.
 
-    The conversations take about `megabytes` when they are deflated to a fifth of their size. The
-    remaining tasks have no conversations.
+    Conversations are added until they take about `megabytes` in the page, where they are
+    compressed. The remaining tasks have no conversations.
     """
     s = config_of(run)["settings"]
     phases = phases_of(run)
-    runs = defaultdict(dict)  # task -> name of a trajectory in pairs -> trajectory
+    runs = defaultdict(dict)  # task -> (agent, iteration, rollout) -> trajectory
     for file, row in episodes_of(run, phases):
         kept = {name: row[name] for name in KEPT if name in row}
         kept["from"] = file.removesuffix(".jsonl")
@@ -103,7 +103,7 @@ def conversations(run: Path, megabytes: float) -> dict:
 
     texts = instructions(runs)
     tasks = []
-    room = 5e6 * megabytes  # in bytes, before deflation
+    room = 5e6 * megabytes  # in bytes before compression, which leaves a fifth
     for task in sorted(runs, key=lambda task: interest(runs[task].values())):
         shown = list(runs[task].values())
         size = len(json.dumps(shown))
@@ -127,7 +127,7 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
 
 
 def name_of(row: dict) -> tuple:
-    """Returns the name of a trajectory of a task in a file of pairs."""
+    """Returns the name of a trajectory among those of its task. Files of pairs use this name."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
@@ -135,8 +135,8 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
     """Adds the rows of a file of pairs to their tasks.
 
     `chosen` and `rejected` become indices of the task's trajectories. `first` and `last` are the
-    log-probabilities and the margin of the pair in its first and last training step, or None if it
-    was not trained on.
+    log-probabilities and the margin of the pair in the first and in the last training step that
+    used it, or None if there was none.
     """
     folder = (run / recorded["output"]).parent
     margins = margins_in(folder / f"{recorded['trains']}-agent/margins.jsonl")
@@ -152,8 +152,8 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
 
 
 def margins_in(file: Path) -> dict[tuple, dict]:
-    """Returns name of a pair -> its numbers in the first and last training step, from
-    margins.jsonl."""
+    """Returns the numbers in margins.jsonl: name of a pair -> its log-probabilities and margin in
+    the first and in the last training step that used it."""
     rows = read_jsonl(file) if file.is_file() else []
     return {name_of_pair(row): dict(first=row["first"], last=row["last"]) for row in rows}
 
@@ -170,7 +170,7 @@ def split_of(task: str, env: str) -> str:
 
 
 def interest(runs) -> tuple:
-    """Returns the sort key of a task, for the most interesting tasks first.
+    """Returns the sort key of a task by its trajectories, for the most interesting tasks first.
 
     Explored tasks come first: those with a low best reward of the target agent in the last
     iteration, and of equal ones those with the failure of the highest reward. Tasks that were only
@@ -187,7 +187,8 @@ def interest(runs) -> tuple:
 
 
 def instructions(runs: dict[str, dict]) -> dict[str, str]:
-    """Returns task -> the part of its opening that at most half of the tasks have in common."""
+    """Returns the text of each task: the parts of its opening that occur in at most half of the
+    tasks, or the end of the opening if there are none."""
     openings = {}  # task -> pieces of its opening
     counts = Counter()
     for task, of_task in runs.items():

@@ -56,9 +56,9 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
 
 
 def scenarios(env, rewards: dict[str, list[float]]) -> dict:
-    """Returns the number of scenarios, and the share of them in which every episode of every task
-    is a success (SGC, scenario goal completion). Returns {} if the tasks have no scenarios.
-    `rewards` is task -> rewards."""
+    """Returns the number of scenarios, which are groups of tasks in AppWorld, and the share of them
+    in which every episode of every task is a success (`sgc`, scenario goal completion). Returns {}
+    if the tasks have no scenarios. `rewards` is task -> rewards."""
     solved = {}  # scenario -> True if all its episodes are successes
     for task, of_task in rewards.items():
         scenario = env.scenario(task)
@@ -108,7 +108,8 @@ def table_of(title: str, rows: list[dict]) -> Table:
 
 
 def cells_of(name: str, value) -> dict[str, str]:
-    """Returns column -> text for a number, a name, or counts by kind or reason."""
+    """Returns the cells of a result: column -> text. The result is a number, a name, or a dict of
+    counts by kind or reason."""
     title = name.replace("_", " ")
     if name == "pairs" and isinstance(value, dict):
         return {kind: f"{count:,}" for kind, count in value.items()}

@@ -54,8 +54,8 @@ def code_changes(before, after) -> list[str]:
 
 
 def first_difference(before: Path, after: Path) -> str:
-    """Returns the first output that two runs have in common but with other content, and the
-    difference. If there is none, an output that only one of them has is named."""
+    """Returns the first output of both runs that differs, with the difference. If there is none, it
+    names an output that only one of the runs has."""
     outputs = {run: phases_of(run) for run in (before, after)}
     for output in outputs[before]:
         difference = output in outputs[after] and output_change(before / output, after / output)
@@ -129,7 +129,7 @@ def weight_change(before: Path, after: Path) -> str:
 
 
 def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
-    """Returns the messages and the reward of each episode: (task, agent, iteration, rollout) ->
+    """Returns the content of each episode by its name: (task, agent, iteration, rollout) ->
     (messages, reward)."""
     return {tuple(row.get(key) for key in ("task", "agent", "iteration", "rollout")):
             (row["messages"], row["reward"]) for row in rows}

@@ -1,9 +1,9 @@
 """The report on several runs: tables in the terminal, and a folder with the tables and figures.
 
     bash run.sh compare RUN RUN ...       any runs, finished or not. Runs of the same method, or of
-                                          the same arm of a study, are its seeds.
-    bash run.sh compare NAME=RUN ...      the same under names that you give:
-                                          base=A0 base=A1 ipo=B0 ipo=B1
+                                          the same arm of a study, count as its seeds.
+    bash run.sh compare NAME=RUN ...      the same, with names that you give. Runs with the same
+                                          name count as its seeds: base=A0 base=A1 ipo=B0 ipo=B1
     bash run.sh study webshop --report    the runs of a study
 
 The folder contains report.txt, report.json and the figures.
@@ -44,9 +44,9 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
         title: The first line of the report.
         runs: arm, or a name that the user gives -> seed -> folder.
         out: The folder.
-        compared: Pairs of arms (a, b). The report has the lead of a over b. If it is None, each arm
-            is compared with each later one, and the report begins with their differences in
-            settings, code and outputs.
+        compared: Pairs of arms (a, b), for which the report has the differences a - b. If it is
+            None, all arms are compared with each other, and the report begins with their
+            differences in settings, code and outputs.
 
     Returns:
         The report as text.
@@ -128,8 +128,8 @@ def cell(x) -> str:
 
 
 def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
-    """Groups rows by the values of `keys`. Returns for each group these values, and the interval
-    over seeds of each measure."""
+    """Groups rows by the values of `keys`. Returns a row for each group: these values, then the
+    interval over seeds of each measure."""
     result = []
     for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         where = dict(zip(keys, group))

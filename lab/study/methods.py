@@ -13,10 +13,10 @@ from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of, phases_with
 from lab.settings import METHODS, Settings
 
-# arm -> its settings. A value in braces is taken from another run with the same seed (see
-# `taken_from`): `steps` is the number of optimiser steps that co-evolution trained the target agent
-# for, per iteration; `lambda_sft` is co-evolution's setting; `tasks` is the number of tasks at the
-# end of evolution.
+# arm -> its settings. A value in braces is taken from the run of co-evolution or evolution with the
+# same seed (see `taken_from`). `steps` is the mean number of optimiser steps of the target agent per
+# iteration of co-evolution, `lambda_sft` is co-evolution's setting, and `tasks` is the number of
+# tasks at the end of evolution.
 FIRST = {
     "coevolve": "--method coevolve",
     "eto": "--method eto",
@@ -36,7 +36,7 @@ FIRST = {
     "rft": "--method rft",
     "dart": "--method dart",
     "ppo": "--method ppo"}
-# Arms of the second system, `evolve.py`, and their controls. A study of them includes SFT.
+# Arms of the second system, `evolve.py`, and their controls. A study of them should include SFT.
 SECOND = {
     "grpo": "--method grpo",
     "evolve": "--method evolve",
@@ -47,10 +47,10 @@ ARMS = FIRST | SECOND
 # (a, b): a report prints by how much arm a is ahead of arm b.
 COMPARED = [
     *itertools.product(["coevolve"], FIRST), *itertools.product([*FIRST, "grpo"], ["sft"]),
-    # The effect of each part: the SFT term, the rollouts of a second agent, the kind of that agent.
+    # These show the effect of the SFT term, of a second agent's rollouts, and of that agent's kind.
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
-    # The time at which the failure agent plays, and a single rollout per task.
+    # These show the effect of when the failure agent plays, and of a single rollout per task.
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
     ("coevolve-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
@@ -65,7 +65,8 @@ def method_of(arm: str) -> str:
 
 
 def needed_by(arm: str) -> list[str]:
-    """Returns the arm whose run gives the values in braces of this arm, or an empty list."""
+    """Returns a list of the arm that the values in braces are taken from. It is empty if this arm
+    has no values in braces."""
     if "{tasks}" in ARMS[arm]:
         return ["evolve"]
     return ["coevolve"] if "{" in ARMS[arm] else []
@@ -109,14 +110,14 @@ def training_phases(phases: dict, agent: str = "") -> list[dict]:
 
 # ---------------------------------------------------------------------- the runs of a report
 
-# arm, or a name that the user gives -> seed -> folder. For a run that reused outputs of a run with
-# another seed (--branch), the seed is the text "OTHER>SEED".
+# arm, or a name that the user gives -> seed -> folder. If a run reused outputs of a run with another
+# seed (--branch), its key is the text "OTHER>SEED" instead of its seed.
 Runs = dict[str, dict[int | str, Path]]
 
 
 def arm_of(run: Path) -> str:
-    """Returns the arm of a run. It is part of the folder's name in a study, else it is the
-    method."""
+    """Returns the arm of a run of a study, which its folder is named after. For other runs, returns
+    the method."""
     arm = run.resolve().name.rpartition("-s")[0]
     return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
@@ -136,7 +137,7 @@ def named(given: list[tuple[str, Path]]) -> Runs:
                              "one environment")
         seed = settings["seed"]
         first_seed = config.get("branch", {}).get("seed", seed)
-        if first_seed != seed:  # this run is paired only with runs that changed the seed alike
+        if first_seed != seed:  # this run is paired only with runs that changed the seed in the same way
             seed = f"{first_seed}>{seed}"
         other = runs[name].setdefault(seed, path)
         if other is not path:

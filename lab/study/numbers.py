@@ -42,9 +42,11 @@ def interval(values) -> dict | None:
 
 
 def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
-    """Returns the interval of a - b over the seeds that both have. `ahead` is the number of seeds
-    on which a is larger. `sure` is True if there are three seeds or more and the interval excludes
-    0."""
+    """Returns the interval of a - b over the seeds that both have, or None if there are none.
+
+    `ahead` is the number of seeds on which a is larger. `sure` is True if there are three seeds or
+    more and the interval excludes 0.
+    """
     seeds = a.keys() & b.keys()
     lead = interval([a[seed] - b[seed] for seed in seeds])
     if lead is None:
@@ -147,7 +149,7 @@ def after_the_best(evals: list[dict]) -> list[dict]:
 
 
 def values_by_seed(rows: list[dict], key: str, **where) -> dict:
-    """Returns seed -> the value of `key`, of the rows that have the values in `where`."""
+    """Returns seed -> the value of `key`, for the rows that have the values given in `where`."""
     return {row["seed"]: row[key] for row in rows if where.items() <= row.items()}
 
 
@@ -211,8 +213,9 @@ FIGURE_3 = {"eto": ("eto", "target"), "coevolve: target": ("coevolve", "target")
 
 
 def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
-    """Returns agent -> seed -> task -> mean distance of the agent's failures, over the seeds that
-    ETO and co-evolution both have. The SFT agent that both start from embeds the failures."""
+    """Returns the mean distance between an agent's failures of a task: agent -> seed -> task ->
+    distance. It covers the seeds that ETO and co-evolution both have. The failures are embedded by
+    the SFT agent that both methods start from."""
     found = defaultdict(dict)
     for seed in runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys():
         folder = runs["coevolve"][seed] / "sft-target"
@@ -242,8 +245,9 @@ def mean_distance(vectors: np.ndarray) -> float:
 
 
 def embedder(folder: Path):
-    """Returns the function embed(row of a trajectory) -> (d,): the mean of the last layer's hidden
-    states over the action tokens, by the agent in a folder."""
+    """Loads the agent in a folder, and returns a function that embeds a trajectory, given as a row
+    of its file. The embedding (d,) is the mean of the last layer's hidden states over the action
+    tokens."""
     transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = read_model(folder, device=device).base_model.eval()

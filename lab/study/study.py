@@ -39,7 +39,7 @@ def make_runs(
     more: list[str],
     jobs: int,
 ) -> None:
-    """Makes the missing runs of a study. Finished runs end by themselves at once.
+    """Makes the runs of a study. Runs that are already finished end at once.
 
     Args:
         env: The environment.
