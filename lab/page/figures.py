@@ -93,8 +93,8 @@ def run_figure(run: Path) -> Figure | None:
 
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
-    """Returns (output, figure) for each finished training phase. The figure has curves over
-    training steps."""
+    """Returns a list of (output, figure), one for each finished training phase. The figure has
+    curves over training steps."""
     drawings = []
     for phase in phases_of(run):
         log = run / phase / "train.jsonl"

@@ -67,8 +67,9 @@ def first_difference(before: Path, after: Path) -> str:
 
 
 def output_change(before: Path, after: Path) -> str:
-    """Returns the difference between an output and the same output of another run, or "". Episodes
-    that differ only in log-probabilities count as equal, because rounding changes these."""
+    """Returns the difference between an output and the same output of another run, or "" if they are
+    equal. Episodes that differ only in log-probabilities count as equal, because rounding changes
+    these."""
     if not before.exists() or not after.exists():
         return "" if before.exists() == after.exists() else "one run has deleted it"
     if before.is_dir():
@@ -91,8 +92,11 @@ def output_change(before: Path, after: Path) -> str:
 
 
 def agent_change(before: Path, after: Path) -> str:
-    """Returns the difference between two agents, or "": the number of training steps, the loss, its
-    terms and the gradient norm of the first step, and the weights."""
+    """Returns the difference between two agents, or "" if they are equal.
+
+    It has the number of training steps if they differ, the loss, its terms and the gradient norm of
+    the first step, and the largest difference between the weights.
+    """
     weights = [{file.name: file_hash(file) for file in folder.glob("*.safetensors")}
                for folder in (before, after)]
     logs = [read_jsonl(file) if file.is_file() else []

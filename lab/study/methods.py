@@ -14,9 +14,9 @@ from lab.runfiles import config_of, phases_of, phases_with
 from lab.settings import METHODS, Settings
 
 # arm -> its settings. A value in braces is taken from the run of co-evolution or evolution with the
-# same seed (see `taken_from`). `steps` is the mean number of optimiser steps of the target agent per
-# iteration of co-evolution, `lambda_sft` is co-evolution's setting, and `tasks` is the number of
-# tasks at the end of evolution.
+# same seed (see `taken_from`). `steps` is the mean number of optimiser steps of the target agent
+# per iteration of co-evolution, `lambda_sft` is co-evolution's setting, and `tasks` is the number
+# of tasks at the end of evolution.
 FIRST = {
     "coevolve": "--method coevolve",
     "eto": "--method eto",
@@ -110,8 +110,8 @@ def training_phases(phases: dict, agent: str = "") -> list[dict]:
 
 # ---------------------------------------------------------------------- the runs of a report
 
-# arm, or a name that the user gives -> seed -> folder. If a run reused outputs of a run with another
-# seed (--branch), its key is the text "OTHER>SEED" instead of its seed.
+# arm, or a name that the user gives -> seed -> folder. If a run reused outputs of a run with
+# another seed (--branch), its key is the text "OTHER>SEED" instead of its seed.
 Runs = dict[str, dict[int | str, Path]]
 
 
@@ -137,7 +137,7 @@ def named(given: list[tuple[str, Path]]) -> Runs:
                              "one environment")
         seed = settings["seed"]
         first_seed = config.get("branch", {}).get("seed", seed)
-        if first_seed != seed:  # this run is paired only with runs that changed the seed in the same way
+        if first_seed != seed:  # paired only with runs that changed the seed in the same way
             seed = f"{first_seed}>{seed}"
         other = runs[name].setdefault(seed, path)
         if other is not path:

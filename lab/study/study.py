@@ -5,8 +5,8 @@
     bash run.sh study webshop --report                     the report on the finished runs so far
 
 A run is in the folder STUDY/METHOD-sSEED, and its output in METHOD-sSEED.log. To resume a study
-that was stopped, repeat its command. A setting that is not one of the study's own is passed to
-every run that reads it.
+that was stopped, repeat its command. Other settings, such as --beta, are passed to every run that
+reads them.
 """
 
 import argparse
