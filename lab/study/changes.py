@@ -67,9 +67,9 @@ def first_difference(before: Path, after: Path) -> str:
 
 
 def output_change(before: Path, after: Path) -> str:
-    """Returns the difference between an output and the same output of another run, or "" if they are
-    equal. Episodes that differ only in log-probabilities count as equal, because rounding changes
-    these."""
+    """Returns the difference between an output and the same output of another run, or "" if they
+    are equal. Episodes that differ only in log-probabilities count as equal, because rounding
+    changes these."""
     if not before.exists() or not after.exists():
         return "" if before.exists() == after.exists() else "one run has deleted it"
     if before.is_dir():
