@@ -157,7 +157,7 @@ def test_an_agent_that_any_tool_loads_and_a_run_that_goes_on(file, small_model, 
         learn.main([str(file(ROWS)), "--model", str(small_model), "--out", str(out), "--seed", "1"])
 
 
-def test_a_model_that_errs_by_length_is_asked_a_text_at_a_time(file, tmp_path):
+def test_a_model_that_errs_by_length_runs_at_batch_size_1(file, tmp_path):
     """Phi-3's longrope reads a text beside one beyond its first 64 positions by other factors."""
     tokenizer = make_tokenizer("chatml")
     model = tiny_model("phi3", len(tokenizer), original_max_position_embeddings=64,
@@ -227,7 +227,7 @@ def test_lines_that_are_left_out_and_what_is_not_read(file):
 
 
 def test_replies_of_an_opening_are_no_actions(file):
-    """A run's file says by `steps` and `action_mask` which of its replies are."""
+    """In a run's file, `turns` and `action_mask` mark the replies that are actions."""
     told = row("a", 1.0, "OK", "search", "buy")
     [t] = read(file([told | dict(turns=2, action_mask=[0, 0, 1, 1, 0, 1])])).trajectories
     encoder = Encoder(make_tokenizer("chatml"))

@@ -122,8 +122,8 @@ def test_trajectories_keep_what_they_are_and_the_most_telling_tasks_come_first(r
 
 
 def test_a_run_can_be_looked_at_whenever_one_likes(run, tmp_path, capsys):
-    """Where there is no room, the least telling conversations are left out. A file that is gone,
-    or of no finished phase, is being made; a run that has only begun has no phases.json."""
+    """Beyond the size limit the conversations of the least interesting tasks are left out. A file
+    that is missing, or of an unfinished phase, is skipped. A new run has no phases.json yet."""
     main([str(run), "--megabytes", "0.0005"])
     made = (run / "run.html").read_text()
     there = [all(r["messages"] for r in t["runs"]) for t in data_of(made)["tasks"]]
@@ -169,7 +169,7 @@ def test_the_page_of_a_run_of_the_core(small_run):
 
 
 def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
-    """What a browser makes of the page; with a script, what that says as `told`, at its end."""
+    """Returns the page's HTML in a browser, or with a script its object `told` at the end."""
     path = tmp_path / "shown.html"
     if script:  # in the page's own module, which its policy would not let run
         made = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", made)

@@ -329,7 +329,7 @@ def test_the_report_starts_with_what_differs(tmp_path, capsys):
 
 @pytest.fixture(autouse=True)
 def no_endpoints(monkeypatch):
-    """What a study asks of lab/settings.py, without those who answer at endpoints."""
+    """Replaces lab/settings.py by the parts that a study needs, without the methods for endpoints."""
     monkeypatch.setitem(sys.modules, "lab.settings", SimpleNamespace(
         METHODS=methods.METHODS, Settings=methods.Settings))
     monkeypatch.setattr(os, "environ", {**os.environ})
