@@ -1,5 +1,7 @@
-"""`python -m lab --env webshop ...`: any method, as `bash run.sh ENV` starts it. The run is that of
-`python coevolve.py`; beside it are more methods and models, and a page in the end.
+"""Runs any method: `bash run.sh ENV` starts `python -m lab --env ENV`.
+
+The run is the same as with `python coevolve.py`. This program adds methods and models, and it
+writes a page at the end.
 """
 
 import sys
@@ -20,14 +22,15 @@ def main(argv: list[str]) -> None:
     first = Parser(add_help=False, allow_abbrev=False)
     for name in ("env", "method", "model"):
         first.add_argument(flag(name), default=getattr(Settings, name))
-    asked, _ = first.parse_known_args(argv)
+    args, _ = first.parse_known_args(argv)
     models.MODELS["smollm2"] = smollm2.base
-    if is_endpoint(asked.model):  # in no folder; its run has this tokenizer, and no use for it
-        models.MODELS[asked.model] = models.MODELS["tiny"]
-    trained_in = run_of(Path(asked.model).expanduser()) if asked.method == "evaluate" else None
-    flags = way_of(trained_in, asked.env) if trained_in else []
+    if is_endpoint(args.model):  # a run needs some tokenizer; an endpoint does not use it
+        models.MODELS[args.model] = models.MODELS["tiny"]
+    trained_in = run_of(Path(args.model).expanduser()) if args.method == "evaluate" else None
+    flags = way_of(trained_in, args.env) if trained_in else []
     if flags and command.rank() == 0:
-        print(f"{asked.model} plays as it was trained, unless told otherwise: {' '.join(flags)}")
+        print(f"{args.model} plays with the settings of its training, unless you set them: "
+              f"{' '.join(flags)}")
     command.main([*flags, *argv], Settings, Run, METHODS, "bash run.sh ENV", finish)
 
 

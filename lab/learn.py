@@ -1,10 +1,11 @@
-"""Trains an agent on trajectories of your own: `bash run.sh learn FILE.jsonl --model MODEL`.
+"""Trains an agent on your own trajectories: `bash run.sh learn FILE.jsonl --model MODEL`.
 
 A line of the file is a trajectory: {"task", "messages": [{"role", "content"}, ...], "reward"}, and
-"agent", where two agents played. There is no environment. The best trajectory of each task is its
-expert: SFT imitates the experts, Eq. (3)-(5), then a phase of preferences, Eq. (9), learns from
-pairs by reward, Eq. (8), with the agent after SFT as the reference. Both are the core's phases in a
-run, OUT/run, which goes on where it was stopped; the agent stands in OUT.
+"agent" if two agents played. No environment is needed. The best trajectory of each task is its
+expert trajectory. First, SFT (supervised fine-tuning) imitates the expert trajectories, Eq. (3) to
+(5). Then a phase of preference learning, Eq. (9), trains on pairs that are ordered by reward,
+Eq. (8). Its reference is the agent after SFT. Both are the core's phases, in the run OUT/run. To
+resume an interrupted run, repeat the command. The trained agent is in OUT.
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ MUST = "task, messages of role and content, reward from 0 to 1, and agent if the
 
 def learn(run: Run) -> None:
     """Imitates the best trajectory of each task, then learns from pairs with the others."""
+    # 1. Choose the expert trajectories, write the others by agent, and make pairs.
     once = run.once
     file = Path(run.settings.file)
     experts = once("experts.jsonl", best, file)
-    played = {}  # name of an agent -> the file of its trajectories that are no experts
+    played = {}  # name of an agent -> file of its other trajectories
     for name in dict.fromkeys(t.agent for t in run.trajectories):
         output = f"iter1/{quote(name, safe=' ')}.jsonl"
         played[name] = once(output, others, file, experts, name=name)
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played, trains="target")
-    kept, made = run.done["experts.jsonl"], run.done["iter1/pairs-target.jsonl"]
-    dropped = Counter(kept["dropped"]) + Counter(made["dropped"])
-    run.print(f"{counted(kept['experts'], 'experts')}, {phrase('pairs', made['pairs'], {})}, "
-            f"{phrase('not used', dropped, {})}")
+    of_experts, of_pairs = run.done["experts.jsonl"], run.done["iter1/pairs-target.jsonl"]
+    dropped = Counter(of_experts["dropped"]) + Counter(of_pairs["dropped"])
+    run.print(f"{counted(of_experts['experts'], 'experts')}, "
+              f"{phrase('pairs', of_pairs['pairs'], {})}, {phrase('not used', dropped, {})}")
 
+    # 2. Train, and copy the agent to OUT.
     after_sft = once("sft-target", coevolve.train_sft, run.base, experts, name="target")
     agent = once("iter1/target-agent", coevolve.train_preferences, after_sft, after_sft, pairs,
                  experts, [*played.values()], name="target", role="D_tgt", i=1)
@@ -63,14 +66,14 @@ def learn(run: Run) -> None:
 
 
 def lay_out(out: Path, agents: list[Path]) -> None:
-    """Puts the last of some agents into a folder, with what all of them logged as they trained."""
+    """Puts the last agent into a folder, with the training logs of all agents."""
     for file in agents[-1].iterdir():
         if file.suffix != ".jsonl":
             files.remove(out / file.name)
             branch.link(str(file), str(out / file.name))
     lines = []
     for agent in agents:
-        if (agent / "train.jsonl").exists():  # else there was nothing to learn from
+        if (agent / "train.jsonl").exists():  # missing if there were no pairs
             lines += files.read_jsonl(agent / "train.jsonl")
     files.write_jsonl(out / "train.jsonl", lines)
 
@@ -79,7 +82,8 @@ def lay_out(out: Path, agents: list[Path]) -> None:
 
 
 def best(run: Run, out: Path, file: Path) -> dict:
-    """Writes the expert of each task: its best trajectory, of equal ones the first."""
+    """Writes the expert trajectory of each task, which is the first of its best trajectories. If it
+    is not a success, its reward must exceed --expert-min-reward."""
     least = run.settings.expert_min_reward
     experts = {}
     for t in best_of_tasks(run.trajectories):
@@ -88,24 +92,29 @@ def best(run: Run, out: Path, file: Path) -> dict:
     dropped = Counter(run.dropped)
     dropped["of tasks without an expert"] = sum(t.task not in experts for t in run.trajectories)
     if not experts:
-        raise UsageError(f"{file}: no expert is left: {dict(dropped)}; lower --expert-min-reward "
-                      f"{least}, or raise --max-tokens {run.settings.max_tokens}")
+        raise UsageError(f"{file}: no expert trajectory is left: {dict(dropped)}; lower "
+                         f"--expert-min-reward {least}, or raise --max-tokens "
+                         f"{run.settings.max_tokens}")
     write(run, out, list(experts.values()))
     return dict(experts=len(experts), dropped=+dropped)
 
 
 def others(run: Run, out: Path, file: Path, experts: Path, name: str) -> dict:
-    """Writes what else an agent played of the tasks that have an expert."""
-    lines = {t.task: t.rollout for t in read(experts)}
-    found = [t for t in run.trajectories
+    """Writes the other trajectories of an agent, of tasks that have an expert trajectory."""
+    lines = {t.task: t.rollout for t in read(experts)}  # task -> line of its expert trajectory
+    kept = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
-    write(run, out, found)
-    return coevolve.summarise(found, run.settings.hard_threshold) if found else dict(episodes=0)
+    write(run, out, kept)
+    return coevolve.summarise(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
 
 
 def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trains: str) -> dict:
-    """Makes the pairs of Eq. (8). The paper's F_tgt are the failures of the first agent, F_fail
-    those of the second; those of a single one are paired with each other, as in D_fail."""
+    """Makes the pairs of Eq. (8).
+
+    F_tgt, the failures of the paper's target agent, are those of the first agent in the file.
+    F_fail, the failures of its failure agent, are those of the second one. If there is a single
+    agent, its failures are paired with each other, as in D_fail.
+    """
     s = replace(run.settings, d_tgt_failures="none")
     dropped = Counter()
     agents = [name for name in played if name != "expert" and read(played[name])]
@@ -132,7 +141,7 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
 
 
 class Recorded(Environment):
-    """In place of an environment: of its tasks there are trajectories, and nothing is played."""
+    """Stands in for an environment. Its tasks have recorded trajectories, and are not played."""
     name = "learn"
     splits = {}
     test_splits = ()
@@ -142,64 +151,74 @@ class Recorded(Environment):
 
 
 def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], Counter]:
-    """The trajectories in a file, a line each; a line's number is the rollout's. What has more than
-    `most` tokens is counted. Refused, naming the line, if one cannot be used as it is."""
-    found = []
+    """Reads the trajectories in a file, one per line. The rollout index is the number of the line.
+
+    Returns:
+        The trajectories of at most `most` tokens, and the number of longer ones, {"too long": n}.
+
+    Raises:
+        UsageError: A line has a fault. The message has its number.
+    """
+    trajectories = []
     dropped = Counter()
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         with reading(f"{file}, line {number}", MUST):
-            row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+            row = json.loads(line.decode("utf-8-sig"))  # some editors write a byte order mark
             t = None if never_replied(row) else trajectory_of(row, encoder)
         if t is None or len(t.ids) > most:
             dropped["too long"] += 1
         else:
             t.rollout = number
-            found.append(t)
-    if not found:
+            trajectories.append(t)
+    if not trajectories:
         raise UsageError(f"{file}: no trajectory is left: {dict(dropped)}; give one in each line, "
-                      f"or raise --max-tokens {most}")
+                         f"or raise --max-tokens {most}")
 
-    agents = dict.fromkeys(t.agent for t in found if t.agent != "expert")
+    agents = dict.fromkeys(t.agent for t in trajectories if t.agent != "expert")
     if len(agents) > 2:
-        raise UsageError(f"{file}: it has {len(agents)} agents: {', '.join(agents):.80}; failures are "
-                      "paired of one or two, leave out the others; a line without agent is "
-                      "target's, and expert is the name for demonstrations")
-    return found, dropped
+        raise UsageError(f"{file}: it has {len(agents)} agents: {', '.join(agents):.80}; leave out "
+                         "all but two. A line without \"agent\" counts as one of target, and lines "
+                         "of expert are not counted")
+    return trajectories, dropped
 
 
 def trajectory_of(row: dict, encoder) -> Trajectory:
-    """The trajectory of a line; ValueError, if it is none. Its last `turns` replies are actions, or
-    all of them if it does not say. Ids and mask are made anew of the messages, as for --experts."""
+    """Returns the trajectory of a line. Raises ValueError if the line has a fault.
+
+    The last `turns` replies are actions, or all replies if the line has no `turns`. Token ids and
+    action mask are computed from the messages, as for --experts.
+    """
     check_fields(row, ("task", "messages", "reward"), PLAYED)
     task, agent, reward = row["task"], row.get("agent", "target"), row["reward"]
     if not isinstance(task, str) or not isinstance(agent, str) or agent == "pairs-target":
-        raise ValueError(f"task {task!r} and agent {agent!r} have to be names")
+        raise ValueError(f"task {task!r} and agent {agent!r} must be names")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not 0 <= reward <= 1:
-        raise ValueError(f"reward {reward!r} is no number from 0 to 1")
+        raise ValueError(f"reward {reward!r} is not a number from 0 to 1")
 
     messages = read_turns(row["messages"], "role", "content", roles=ROLES | {"system": "system"})
-    roles = [turn["role"] for turn in messages]
+    roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
-        raise ValueError(f"its turns are of {roles}, not of user and assistant in turn")
-    while roles[-1] != "assistant":  # what followed the last reply
+        raise ValueError(f"its messages have the roles {roles}; user and assistant must alternate")
+    while roles[-1] != "assistant":  # drop the messages after the last reply
         roles.pop()
     messages = messages[:len(roles)]
     turns = row.get("turns") or roles.count("assistant")
     opening = first_reply(messages, turns)
     if opening == len(messages):
-        raise ValueError(f"its 'turns' are {turns!r}, and its replies {roles.count('assistant')}")
+        raise ValueError(f"'turns' is {turns!r}, but the number of replies is "
+                         f"{roles.count('assistant')}")
     t = Trajectory(task, agent, iteration=1, messages=messages, reward=float(reward), turns=turns,
                    ended="done")
     t.ids, t.action_mask = encoder.encode(messages, opening)
     if "action_mask" in row:
         mask = row["action_mask"]
         marked = sum(after > before for before, after in zip(mask, mask[1:]))
-        texts = sum(bool(turn["content"]) for turn in messages[opening:][::2])
-        if not texts <= marked <= turns:  # a reply without a text may have no token
-            raise ValueError(f"its 'action_mask' marks {marked} replies, and its last {turns} are "
-                             "trained on; give their number as 'turns', or take the mask out")
+        texts = sum(bool(message["content"]) for message in messages[opening:][::2])
+        if not texts <= marked <= turns:  # a reply without text may have no token
+            raise ValueError(f"'action_mask' marks {marked} replies, but the last {turns} are "
+                             "trained on; give their number as 'turns', or remove the mask")
     return t
 
 
@@ -214,21 +233,21 @@ READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_toke
 
 @dataclass(frozen=True)
 class Settings(coevolve.Settings):
-    """Learning from trajectories of one's own"""
-    # The trajectories, one a line; it stands first, without this flag [none]
+    """Learning from your own trajectories"""
+    # File of trajectories, one per line; the first argument, without this flag [none]
     file: Free[OldFile] = None
-    # The folder that gets the agent, and the run that made it, in `run` [runs/learn-FILE]
+    # Folder for the trained agent, and for the run that trains it, in `run` [runs/learn-FILE]
     out: Free[Optional[str]] = None
-    # What the best trajectory of a task has to exceed to be its expert, unless it solves it [ours]
+    # A failure is an expert trajectory only if its reward exceeds this [ours]
     expert_min_reward: float = 0.0
     env: str = "trajectories of one's own"
     method: str = "learn"
-    max_new_tokens: int = 1  # nothing is played: no limit is for replies
+    max_new_tokens: int = 1  # nothing is played, so no space is reserved for replies
     essential = tuple(names_in(READS[:-1]))
     presets = {}
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        return [(self.file is None, "FILE", "give the file of trajectories first")]
+        return [(self.file is None, "FILE", "give the file of trajectories as the first argument")]
 
 
 METHODS = {"learn": Method(learn, READS, "SFT on the best trajectory of each task, "
@@ -243,7 +262,7 @@ def main(argv: list[str]) -> None:
     out = Path(s.out or f"runs/learn-{Path(s.file).stem}")
     if out.is_dir() and any(out.iterdir()) and not (out / "run").is_dir():
         raise UsageError(f"--out {out}: it is not empty; give another folder, or delete it")
-    # What is wrong with the trajectories is said before a model is loaded.
+    # The trajectories are checked before a model is loaded.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)
     run = Run(replace(s, out=str(out / "run")), options, make_env=Recorded)

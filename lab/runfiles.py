@@ -1,7 +1,7 @@
-"""Reading a run: its settings and its phases; and what commands that read runs have in common.
+"""Reads the settings and phases of a run, and handles the errors of commands that read runs.
 
-A phase is found by what is recorded of it, not by the name of its function: a fork may call its
-phases as it likes.
+A phase is identified by the keys of its record in phases.json, not by the name of its function, so
+a fork may call its phases as it likes.
 """
 
 import re
@@ -16,25 +16,26 @@ from common.settings import UsageError, command_words, flag, settings_of
 from engine.console import visible  # noqa: F401, which commands import from here
 from environments import environment
 
-SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
+SOLVED = 1 - 1e-9  # a reward of at least this is a success, as in dpo.Trajectory
 
 
 def count(text: str) -> int:
-    """A number from 1 on, of a command line."""
+    """Parses a positive integer on the command line."""
     if int(text) < 1:
         raise ArgumentTypeError("must be at least 1")
     return int(text)
 
 
-def command(name: str, work: Callable) -> None:
-    """work(flags); a fault of the user's or of a file is one line, with exit status 2."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
-    for stream in sys.stdout, sys.stderr:  # a console may lack letters, and is no reason to end
+def command(name: str, function: Callable) -> None:
+    """Calls function(arguments of the command line). An error that the user can fix is printed in
+    one line, and the exit status is 2."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command without a traceback
+    for stream in sys.stdout, sys.stderr:  # escape characters that the console's encoding lacks
         stream.reconfigure(errors="backslashreplace")
     try:
-        work(command_words(sys.argv[1:]))
+        function(command_words(sys.argv[1:]))
     except Exception as error:
-        from engine.command import one_line, rank  # only here: most commands need no torch
+        from engine.command import one_line, rank  # imports torch, which most commands do not need
         line = one_line(error)
         if line is None:
             raise
@@ -44,18 +45,19 @@ def command(name: str, work: Callable) -> None:
 
 
 def config_of(run: Path) -> dict:
-    """config.json of a run; Refused if the folder is not one, as an agent's is none."""
+    """Returns config.json of a run. Raises UsageError if the folder is not a run, such as the
+    folder of an agent."""
     file = run / "config.json"
     config = read_json(file) if file.is_file() else {}
     if "settings" not in config:
-        raise UsageError(f"{run}: not a run, it has no config.json with settings; name a folder like "
-                      "runs/webshop-coevolve-s0")
+        raise UsageError(f"{run}: not a run, it has no config.json with settings; name a folder "
+                         "like runs/webshop-coevolve-s0")
     return config
 
 
 def way_of(run: Path, env: str) -> list[str]:
-    """The flags with which an agent of a run plays as it was trained to; none in another
-    environment."""
+    """Returns the flags with which an agent of a run plays as in its training. The list is empty if
+    `env` is not the environment of the run."""
     settings = config_of(run)["settings"]
     if settings["env"] != env:
         return []
@@ -68,36 +70,38 @@ def is_finished(run: Path) -> bool:
 
 
 def phases_of(run: Path) -> dict[str, dict]:
-    """phases.json of a run: output -> what is recorded of it, with the iteration `i` of each, and
-    `edited` if the file is not what the phase wrote."""
+    """Returns phases.json of a run: output -> record of its phase. Each record has the iteration
+    `i`, the name `output`, and `edited` if the file is not the one that the phase wrote."""
     file = run / "phases.json"
-    rows = read_json(file) if file.exists() else {}
-    for output, row in rows.items():
-        found = re.match(r"iter(\d+)/", output)
-        row.setdefault("i", int(found[1]) if found else 0)
+    phases = read_json(file) if file.exists() else {}
+    for output, row in phases.items():
+        folder = re.match(r"iter(\d+)/", output)
+        row.setdefault("i", int(folder[1]) if folder else 0)
         row["output"] = output
         row.pop("edited", None)
         if is_edited(run / output, row):
             row["edited"] = True
-    return rows
+    return phases
 
 
-def that_found(phases: dict, *names: str) -> list[dict]:
-    """What is recorded of those phases that found all of this, in order."""
-    return [row for row in phases.values() if {*names} <= row.keys()]
+def phases_with(phases: dict, *keys: str) -> list[dict]:
+    """Returns the records that have all of these keys, in the order of their phases."""
+    return [row for row in phases.values() if {*keys} <= row.keys()]
 
 
 def explorations_in(phases: dict) -> list[dict]:
-    """What is recorded of the agents' explorations; an explorer of `evolve.py` is no agent."""
-    found = that_found(phases, "name", "episodes", "reward", "success", "hard_negative")
-    return [row for row in found if "split" not in row and row["output"].endswith(".jsonl")]
+    """Returns the records of the agents' explorations. Explorations by the explorer of `evolve.py`
+    do not count, because it is not an agent of the run."""
+    rows = phases_with(phases, "name", "episodes", "reward", "success", "hard_negative")
+    return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
 
 
 def pairs_in(phases: dict) -> list[dict]:
-    """What is recorded of the files of pairs."""
-    return [row for row in that_found(phases, "pairs", "trains") if isinstance(row["pairs"], dict)]
+    """Returns the records of the files of pairs."""
+    return [row for row in phases_with(phases, "pairs", "trains")
+            if isinstance(row["pairs"], dict)]
 
 
 def agents_of(phases: dict) -> list[str]:
-    """The names of a run's agents, in the order in which it made them."""
-    return list(dict.fromkeys(row["name"] for row in that_found(phases, "name")))
+    """Returns the names of a run's agents, in the order in which they first appear."""
+    return list(dict.fromkeys(row["name"] for row in phases_with(phases, "name")))

@@ -108,7 +108,7 @@ def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file, tmp_path):
     # A limit of one's own; what solves its task is an expert all the same.
     experts, *_ = made_of(file(ROWS), tmp_path, expert_min_reward=1.0)
     assert [t["task"] for t in experts] == ["a"]
-    with pytest.raises(UsageError, match="no expert is left: .* lower --expert-min-reward 0.0"):
+    with pytest.raises(UsageError, match="no expert trajectory is left: .* lower --expert-min-reward 0.0"):
         made_of(file(nothing), tmp_path)
 
 
@@ -157,7 +157,7 @@ def test_an_agent_that_any_tool_loads_and_a_run_that_goes_on(file, small_model, 
         learn.main([str(file(ROWS)), "--model", str(small_model), "--out", str(out), "--seed", "1"])
 
 
-def test_a_model_that_errs_by_length_is_asked_a_text_at_a_time(file, tmp_path):
+def test_a_model_that_errs_by_length_runs_at_batch_size_1(file, tmp_path):
     """Phi-3's longrope reads a text beside one beyond its first 64 positions by other factors."""
     tokenizer = make_tokenizer("chatml")
     model = tiny_model("phi3", len(tokenizer), original_max_position_embeddings=64,
@@ -185,20 +185,20 @@ def turn(content, **more):
     ("{\n", "Expecting property name"), (json.dumps(["a"]), "no attribute"),
     (json.dumps(row("a", 1.0, "grün"), ensure_ascii=False).encode("latin-1"), "can't decode byte"),
     (dict(task="a", reward=1.0), "it has no 'messages'"),
-    (row("a", 1.5, "x"), "reward 1.5 is no number from 0 to 1"),
-    (row("a", True, "x"), "reward True is no number"),
-    (row("a", math.nan, "x"), "reward nan is no number"),
-    (row("a", "1", "x"), "reward '1' is no number"),
-    (row(7, 1.0, "x"), "task 7 and agent 'target' have to be names"),
-    (row("a", 1.0, "x", agent=None), "agent None have to be names"),
-    (row("a", 1.0), "its turns are"),
-    (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its turns are of ['assistant'"),
+    (row("a", 1.5, "x"), "reward 1.5 is not a number from 0 to 1"),
+    (row("a", True, "x"), "reward True is not a number"),
+    (row("a", math.nan, "x"), "reward nan is not a number"),
+    (row("a", "1", "x"), "reward '1' is not a number"),
+    (row(7, 1.0, "x"), "task 7 and agent 'target' must be names"),
+    (row("a", 1.0, "x", agent=None), "agent None must be names"),
+    (row("a", 1.0), "its messages have the roles []"),
+    (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its messages have the roles ['assistant'"),
     (row("a", 1.0, "x") | dict(messages=5), "not iterable"),
-    (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "turn by turn"),
+    (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "message by message"),
     (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(content="x")]), "turn 5: it has no 'role'"),
-    (row("a", 1.0, None), "is no text"),
+    (row("a", 1.0, None), "is not a string"),
     # What is not read would train another agent than the file's.
-    (row("a", 1.0, "x", system="Be brief."), "it has 'system', which nothing here reads"),
+    (row("a", 1.0, "x", system="Be brief."), "it has 'system', which is not supported; remove it"),
     (row("a", 1.0, "x", tools=[], weights=[1]), "it has 'tools', which"),
     (row("a", 1.0, "x") | dict(messages=turn("x", weight=0)), "turn 6: it has 'weight'"),
     (row("a", 1.0, "x") | dict(messages=turn("x", tool_calls=[])), "turn 6: it has 'tool_calls'")])
@@ -227,16 +227,16 @@ def test_lines_that_are_left_out_and_what_is_not_read(file):
 
 
 def test_replies_of_an_opening_are_no_actions(file):
-    """A run's file says by `steps` and `action_mask` which of its replies are."""
+    """In a run's file, `turns` and `action_mask` mark the replies that are actions."""
     told = row("a", 1.0, "OK", "search", "buy")
     [t] = read(file([told | dict(turns=2, action_mask=[0, 0, 1, 1, 0, 1])])).trajectories
     encoder = Encoder(make_tokenizer("chatml"))
     assert (t.ids, t.action_mask) == encoder.encode(told["messages"], 3)
     assert t.turns == 2
-    for wrong, says in [(dict(turns=4), "its 'turns' are 4, and its replies 3"),
-                        (dict(turns=-1), "its 'turns' are -1"), (dict(turns="2"), "TypeError"),
-                        (dict(action_mask=[0, 1, 0, 1]), "'action_mask' marks 2 replies, and its last 3"),
-                        (dict(turns=2, action_mask=[0, 1, 0, 0]), "marks 1 replies, and its last 2"),
+    for wrong, says in [(dict(turns=4), "'turns' is 4, but the number of replies is 3"),
+                        (dict(turns=-1), "'turns' is -1"), (dict(turns="2"), "TypeError"),
+                        (dict(action_mask=[0, 1, 0, 1]), "'action_mask' marks 2 replies, but the last 3"),
+                        (dict(turns=2, action_mask=[0, 1, 0, 0]), "marks 1 replies, but the last 2"),
                         (dict(turns=2, action_mask=[0, 1, 0, 1, 0, 1]), "marks 3 replies")]:
         with pytest.raises(UsageError, match=says):
             read(file([told | wrong]))
@@ -247,7 +247,7 @@ def test_more_than_two_agents_are_refused(agents, file):
     """Failures of the second and the third would make no pair; who has no name is one, too."""
     rows = [row("a", 1.0 - n / 8, "x", **({} if agent is None else dict(agent=agent)))
             for n, agent in enumerate(agents)]
-    with pytest.raises(UsageError, match="it has 3 agents: mine, theirs, .* leave out the others"):
+    with pytest.raises(UsageError, match="it has 3 agents: mine, theirs, .* leave out all but two"):
         read(file(rows))
     assert len(read(file(rows[:2])).trajectories) == 2
 
@@ -257,7 +257,7 @@ def test_more_than_two_agents_are_refused(agents, file):
     (ROWS, ["--rollouts", "2"], "--rollouts is not read"),
     (ROWS, ["--out", "."], "--out .: it is not empty"),
     (ROWS, ["--out", "mine.jsonl/agent"], "Not a directory"),
-    (None, [], "mine.jsonl: is not there"),
+    (None, [], "mine.jsonl: does not exist"),
     ([], [], "mine.jsonl: no trajectory is left"),
     ([ROWS[0], dict(task="a")], [], "mine.jsonl, line 2: it has no 'messages'")])
 def test_what_is_wrong_costs_no_load_of_a_model(rows, flags, says, file, tmp_path, monkeypatch):

@@ -122,13 +122,13 @@ def test_trajectories_keep_what_they_are_and_the_most_telling_tasks_come_first(r
 
 
 def test_a_run_can_be_looked_at_whenever_one_likes(run, tmp_path, capsys):
-    """Where there is no room, the least telling conversations are left out. A file that is gone,
-    or of no finished phase, is being made; a run that has only begun has no phases.json."""
+    """Beyond the size limit the conversations of the least interesting tasks are left out. A file
+    that is missing, or of an unfinished phase, is skipped. A new run has no phases.json yet."""
     main([str(run), "--megabytes", "0.0005"])
     made = (run / "run.html").read_text()
     there = [all(r["messages"] for r in t["runs"]) for t in data_of(made)["tasks"]]
     assert there == sorted(there, reverse=True) and {*there} == {True, False}
-    assert re.search(r"no room for the conversations of \d of 5 tasks", made)
+    assert re.search(r"leaves out the conversations of \d of 5 tasks", made)
 
     (run / "result.json").unlink()
     phases = json.loads((run / "phases.json").read_text())
@@ -169,7 +169,7 @@ def test_the_page_of_a_run_of_the_core(small_run):
 
 
 def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
-    """What a browser makes of the page; with a script, what that says as `told`, at its end."""
+    """Returns the page's HTML in a browser, or with a script its object `told` at the end."""
     path = tmp_path / "shown.html"
     if script:  # in the page's own module, which its policy would not let run
         made = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", made)
@@ -264,7 +264,7 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     assert (told["search"], told["hash"]) == (["train-2"], "#webshop-train-0")
     # The target does what the expert does once, then "target"; the failure agent twice.
     assert [head.split(" ")[0] for head in told["heads"]] == ["expert", "target", "failure"]
-    assert "0.20" in told["heads"][1] and "parts from the expert at turn 2" in told["heads"][1]
+    assert "0.20" in told["heads"][1] and "differs from the expert at turn 2" in told["heads"][1]
     assert told["parts"] == ["target", "<script>"]
     assert [row[0] for row in told["rows"]] == [
         "expert 1>target 0.20", "expert 1>failure 0.90", "failure 0.90>target 0.20"]

@@ -400,7 +400,7 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
      "the id 99999 is not below the vocabulary size"),
     (PLAYED, dict(reward="1"), "reward must be of type float, but is '1'"),
     (PLAYED, dict(reward=math.nan), "reward must be of type float, but is nan"),
-    (PLAYED, dict(steps=True), "steps must be of type int"),
+    (PLAYED, dict(turns=True), "turns must be of type int"),
     (PLAYED, dict(messages=["hello"]), "messages must be of type list[dict]"),
     (PLAYED, dict(messages=[dict(content="")]), "'role' is missing"),
     (PLAYED, dict(messages=[dict(role="user", content=None)]), "content must be of type str"),
@@ -423,7 +423,7 @@ def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
         rows[1]["action_mask"] = [0] * len(rows[1]["ids"])
         write_jsonl(out / "experts.jsonl", rows)
 
-    assert "has no action tokens to learn from; leave it out" in refusal(again, edit)
+    assert "has no action tokens to train on; leave it out" in refusal(again, edit)
 
 
 @pytest.mark.parametrize("solves, warned", [(3, True), (4, False)])
@@ -498,7 +498,7 @@ def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
 def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small_model):
     before = {path: path.read_bytes() for path in toy[0].rglob("*") if path.is_file()}
     line = refusal(toy_run, "--out", toy[0], "--seed", 7, "--beta", 0.2)
-    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another, or these settings again" in line
+    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another folder, or the same settings" in line
     line = refusal(toy_run, "--out", toy[0], "--method", "positive")
     assert "method (coevolve -> positive)" in line
     assert before == {path: path.read_bytes() for path in before}
@@ -676,10 +676,10 @@ def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal(capsys, tmp_path)
     says = command.closing_lines(done, "my runs/a/run.html, 0.4 MB: open it in a browser")
     assert "\n".join(says).splitlines() == [
         "", "my runs/a: coevolve on webshop, model tiny, seed 0",
-        "target, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
-        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
-        "failure, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
-        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
+        "target, test: reward 0.250 -> 0.750, success 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
+        "failure, test: reward 0.250 -> 0.750, success 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
         "1,000 s in all",  # 8 x 50 + 600.4
         "my runs/a/run.html, 0.4 MB: open it in a browser",
         "bash run.sh compare 'my runs/a' OTHER_RUN",
@@ -753,19 +753,19 @@ def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
 @pytest.mark.parametrize("flags, says", [
     ("--betta 1", "unrecognized arguments: --betta 1; --help lists the settings"),
     ("--beta -1 --sft-warmup 1", "--sft-warmup 1.0: must be at least 0 and below 1; --beta -1.0: "),
-    ("--temperature 1e-39", "--temperature 1e-39: must be 0, which is greedy, or at least 0.001"),
+    ("--temperature 1e-39", "--temperature 1e-39: must be 0 (greedy decoding) or at least 0.001"),
     ("--method sft --beta 0.2", "--beta is not read by --method sft"),
     ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
     ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of a task"),
     ("--max-new-tokens 768 --max-tokens 768", "--max-new-tokens 768: must be below --max-tokens"),
     ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
-    ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
-    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: is not there; give a file"),
+    ("--experts /nowhere", "--experts /nowhere: does not exist; give an existing file"),
+    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: does not exist; give an existing file"),
     *[(f"{flag}{between}", f"{flag}: the value is empty; give one, or leave the flag out")
       for flag in ("--experts", "--branch", "--model", "--failure-from", "--out", "--track", "--env", "--seed")
       for between in ("=", " ''")],
     ("--model /nowhere", "--model /nowhere: "),
-    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
+    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert trajectory is left; dropped: {'too long': 5};"),
     ("--failure-from TINY --model SMALL", "tiny: its tokenizer or chat template is not that of --model"),
     ("--track abacus", "--track abacus: "),
     ("--track wandb", f"--track wandb: it is not installed; {sys.executable} -m pip install wandb"),

@@ -73,7 +73,7 @@ def test_a_model_that_no_card_holds_is_refused_before_it_is_read(card, ranks, pa
         assert check_memory(LLAMA2_7B, parameters, ranks, tokens + 512, False)
 
 
-def test_a_trial_needs_room_for_fp32():
+def test_the_self_check_needs_memory_for_fp32():
     """Weights of 4 bytes, and three times the scores of all heads of three texts."""
     assert fits_in_fp32(MambaConfig(), 10, 44, 4096) and not fits_in_fp32(MambaConfig(), 10, 43, 4096)
     needed = (4 * 6.738e9 + 3 * 3 * 32 * 4096 ** 2 * 4) / 0.92

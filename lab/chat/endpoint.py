@@ -24,12 +24,12 @@ from common.settings import UsageError
 from envs import EnvError
 
 KEY = "OPENAI_API_KEY"  # name of the environment variable
-TRIES = 8
-SECONDS = 300           # timeout of a response [ours]
-LONGEST = 120           # maximum wait between two attempts, in seconds [ours]
-MOST = 1_000_000        # maximum size of a response, in bytes [ours]
+TRIES = 8               # maximum number of attempts [ours]
+TIMEOUT = 300           # timeout of a response, in seconds [ours]
+MAX_WAIT = 120          # maximum wait between two attempts, in seconds [ours]
+MAX_BYTES = 1_000_000   # maximum size of a response, in bytes [ours]
 BYTES_PER_TOKEN = 4     # for our own estimate [OpenAI's rule of thumb for English]
-LONGEST_ERROR = 4000    # maximum size of an error's message that is judged, in characters [ours]
+MAX_ERROR = 4000        # maximum size of an error's message that is judged, in characters [ours]
 END_TOKENS = 16         # allowance for special tokens that a server counts in a reply [ours]
 # Numbers that are summed over the responses of a phase. The caller finds cut_prompts.
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
@@ -182,7 +182,7 @@ class Endpoint:
             if self.stopped.is_set():
                 break
             try:
-                reply, usage = self.ask_once(filled)
+                reply, usage = self.request_once(filled)
             except Passing as error:
                 problem = f"{error} (attempt {attempt + 1})"
                 wait = max(error.wait, min(2.0**attempt, 60) * random.uniform(0.5, 1))
@@ -193,9 +193,9 @@ class Endpoint:
                 estimated_tokens(message["content"]) for message in filled)
             context_tokens = prompt_tokens + usage.pop("reply_tokens")
             return reply, dict(usage, retries=attempt, context_tokens=context_tokens)
-        raise EndpointError(self.told(problem))
+        raise EndpointError(self.in_one_line(problem))
 
-    def ask_once(self, messages: list[dict]) -> tuple[str, dict]:
+    def request_once(self, messages: list[dict]) -> tuple[str, dict]:
         """Returns the reply to one request and its usage, or raises one of the errors above. If
         the endpoint refuses an optional field, the request is sent again without it."""
         while True:
@@ -214,30 +214,31 @@ class Endpoint:
             fault = Fault.read(text)
             kind = fault.kind()
             if kind == "length" and (status in OF_LENGTH or status >= 500):
-                raise ContextFull(self.told(problem))
+                raise ContextFull(self.in_one_line(problem))
             if kind == "filter" and (status in REFUSING or status >= 500):
-                raise NotAnswered(self.told(problem))
+                raise NotAnswered(self.in_one_line(problem))
             if status in PASSING or status >= 500:
                 raise Passing(problem, wait)
             if kind or status not in (400, 422) or not self.leaves_out(fault, body):
                 error = NotAnswered if status in REFUSING else EndpointError
-                raise error(self.told(problem))
+                raise error(self.in_one_line(problem))
 
     def post(self, body: dict) -> tuple[int, str, float]:
         """Sends one request. Returns the status, the text, and the seconds to wait that the
         endpoint requests. Raises NotAnswered if the text is too long."""
         text = bytearray()
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + TIMEOUT
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        with requests.post(self.url, json=body, headers=headers, timeout=(10, SECONDS),
+        with requests.post(self.url, json=body, headers=headers, timeout=(10, TIMEOUT),
                            auth=lambda request: request,  # else .netrc would replace the key
                            allow_redirects=False, stream=True) as response:
             while part := response.raw.read1(1 << 16, True):
                 text += part
-                if len(text) > MOST:
-                    raise NotAnswered(f"{self.url}: the response is longer than {MOST:,} bytes")
+                if len(text) > MAX_BYTES:
+                    raise NotAnswered(
+                        f"{self.url}: the response is longer than {MAX_BYTES:,} bytes")
                 if time.monotonic() > deadline:
-                    raise requests.Timeout(f"the response took more than {SECONDS} seconds")
+                    raise requests.Timeout(f"the response took more than {TIMEOUT} seconds")
             return response.status_code, text.decode(errors="replace"), wait_of(response.raw)
 
     def leaves_out(self, fault: "Fault", body: dict) -> bool:
@@ -270,9 +271,9 @@ class Endpoint:
         if FAILED.search(finish):
             raise Passing(f"finish_reason {finish}: {excerpt}")
         if FILTERED.search(finish) or any(part.get("refusal") for part in parts_of(message)):
-            raise NotAnswered(self.told(f"the reply was filtered: {excerpt}"))
+            raise NotAnswered(self.in_one_line(f"the reply was filtered: {excerpt}"))
         if message.get("tool_calls") or message.get("function_call"):
-            raise NotAnswered(self.told(
+            raise NotAnswered(self.in_one_line(
                 f"the response calls functions, but a reply must be text: {excerpt}; start the "
                 "server without a tool call parser"))
 
@@ -280,13 +281,13 @@ class Endpoint:
         reasons = reasons or thinks(message, usage)
         if not reply.strip():
             if "context" in finish.lower():
-                raise ContextFull(self.told(f"finish_reason {finish}: {excerpt}"))
+                raise ContextFull(self.in_one_line(f"finish_reason {finish}: {excerpt}"))
             if reasons or CUT.search(finish):
-                raise OnlyThoughts(self.told(
+                raise OnlyThoughts(self.in_one_line(
                     "the response has reasoning content and no reply (finish_reason "
                     f"{finish or 'none'}); raise --max-new-tokens, or limit the reasoning"))
             if not WHOLE.fullmatch(finish):
-                raise NotAnswered(self.told(f"there is no reply: {excerpt}"))
+                raise NotAnswered(self.in_one_line(f"there is no reply: {excerpt}"))
         if len(self.key) >= 16:  # shorter keys, such as EMPTY, are words and not secret
             reply = self.without_key(reply)
         prompt, completion = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
@@ -295,7 +296,7 @@ class Endpoint:
             cut_replies=int(bool(CUT.search(finish))), prompt_tokens=prompt,
             completion_tokens=completion, reply_tokens=reply_tokens(reply, usage, reasons))
 
-    def told(self, problem: str) -> str:
+    def in_one_line(self, problem: str) -> str:
         """Returns a problem in one line, without the key, and with its usual causes."""
         line = f"{self.url}: {self.without_key(' '.join(problem.split()))}"
         if problem.startswith("status 404") and "/v1/" not in self.url:
@@ -341,7 +342,7 @@ class Fault(NamedTuple):
         paths = [".".join(map(str, p)) if isinstance(p, list) else str(p or "") for p in params]
         paths = [re.sub(r"^body\.?", "", path) for path in paths]
         return cls(words, [path for path in paths if re.search("[a-z]", path)],
-                   QUOTES.sub(quoted_name, " ".join(messages))[:LONGEST_ERROR])
+                   QUOTES.sub(quoted_name, " ".join(messages))[:MAX_ERROR])
 
     def kind(self) -> str:
         """Returns "length", "filter", "other", or "" if the error does not say."""
@@ -400,7 +401,7 @@ def status_in(response: dict) -> int:
 def wait_of(response) -> float:
     """Returns the seconds of a Retry-After header, or 0 if there is none or it is malformed."""
     try:
-        return min(Retry().get_retry_after(response) or 0.0, LONGEST)
+        return min(Retry().get_retry_after(response) or 0.0, MAX_WAIT)
     except (HTTPError, ValueError, OverflowError):
         return 0.0
 

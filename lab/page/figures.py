@@ -13,43 +13,47 @@ from common.files import read_jsonl
 from lab.page.report import evaluations
 from lab.runfiles import agents_of, phases_of, visible
 
-# Text stays text in an SVG, and is no formula; equal runs give equal bytes. Okabe and Ito's
-# colours, told apart by colour-blind readers too, the target's and the failure agent's first, as in
-# page.css.
+# The colours are Okabe and Ito's, which colour-blind readers can tell apart. Those of the target
+# agent and of the failure agent come first, as in page.css.
 COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00", "#8B5A2B", "#999999")
+# Text stays text in the SVG and is never a formula. Equal runs give equal bytes.
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "axes.titlesize": "medium",
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
-# Of a step of training, what is drawn over steps, and its title; all but the loss are GRPO's.
+# Numbers of a training step that are drawn, and their titles. All except the loss are GRPO's.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
                 D="Tasks in D")
-# The same of a step's pairs, a curve for each kind.
+# Numbers of each kind of pair in a training step, and their titles. Each kind has a curve.
 OF_PAIRS = dict(margin="Margin, nats", accuracy="Chosen above rejected")
 
 
 def figure(panels: int, width: float = 4.0, height: float = 3.6):
-    """A figure and its panels, side by side; sizes of one in inches."""
-    made = Figure((width * panels, height), layout="constrained")
-    return made, made.subplots(1, panels, squeeze=False)[0]
+    """Returns a figure and its panels, which are side by side. Width and height are those of one
+    panel, in inches."""
+    drawing = Figure((width * panels, height), layout="constrained")
+    return drawing, drawing.subplots(1, panels, squeeze=False)[0]
 
 
-def write(made: Figure, file) -> None:
-    made.draw_without_rendering()  # the layout finds room for ticks as the drawing before had them
-    made.savefig(file, format="svg", metadata={"Date": None})
+def write(drawing: Figure, file) -> None:
+    """Writes a figure as SVG."""
+    # The layout uses the tick labels of the previous drawing, so the figure is drawn once before it
+    # is saved.
+    drawing.draw_without_rendering()
+    drawing.savefig(file, format="svg", metadata={"Date": None})
 
 
-def address(made: Figure) -> str:
-    """A figure as an address that stands in a page."""
-    drawn = io.BytesIO()
-    write(made, drawn)
-    return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
+def address(drawing: Figure) -> str:
+    """Returns a figure as a data URL."""
+    svg = io.BytesIO()
+    write(drawing, svg)
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.getvalue()).decode()
 
 
 def curve(ax, points: list[tuple], **style) -> None:
-    """A line through points (x, y); with dots, unless they are many."""
+    """Draws a line through points (x, y), with dots if there are at most 40 points."""
     ax.plot(*zip(*points), marker="o" if len(points) <= 40 else "", markersize=3.5, **style)
 
 
@@ -63,7 +67,7 @@ def legend(ax) -> None:
 
 
 def run_figure(run: Path) -> Figure | None:
-    """Reward and success by iteration; None where nothing was evaluated yet."""
+    """Draws reward and success by iteration. Returns None if nothing was evaluated yet."""
     phases = phases_of(run)
     curves = defaultdict(list)  # (agent, split) -> evaluations, in order
     for e in evaluations(run, phases):
@@ -72,43 +76,45 @@ def run_figure(run: Path) -> Figure | None:
         return None
     agents = agents_of(phases)
     splits = list(dict.fromkeys(split for _, split in curves))
-    made, (reward, success) = figure(2)
-    for (agent, split), found in curves.items():
+    drawing, (reward, success) = figure(2)
+    for (agent, split), evals in curves.items():
         colour = f"C{agents.index(agent)}"
         style = dict(color=colour, label=visible(f"{agent} agent, {split}"),
                      linestyle=LINES[splits.index(split) % len(LINES)])
-        curve(reward, [(e["i"], e["reward"]) for e in found], **style)
-        curve(success, [(e["i"], e["success"]) for e in found], **style)
-        reward.fill_between([e["i"] for e in found], [e["low"] for e in found],
-                            [e["high"] for e in found], color=colour, alpha=0.12)
+        curve(reward, [(e["i"], e["reward"]) for e in evals], **style)
+        curve(success, [(e["i"], e["success"]) for e in evals], **style)
+        reward.fill_between([e["i"] for e in evals], [e["low"] for e in evals],
+                            [e["high"] for e in evals], color=colour, alpha=0.12)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
     label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
     legend(reward)
     legend(success)
-    return made
+    return drawing
 
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
-    """For each finished training phase its curves over steps."""
-    found = []
+    """Returns a list of (output, figure), one for each finished training phase. The figure has
+    curves over training steps."""
+    drawings = []
     for phase in phases_of(run):
         log = run / phase / "train.jsonl"
         panels = panels_of(read_jsonl(log)) if log.is_file() else {}
         if not panels:
             continue
-        made, axes = figure(len(panels), width=3.6, height=2.6)
+        drawing, axes = figure(len(panels), width=3.6, height=2.6)
         for ax, (title, curves) in zip(axes, panels.items()):
             for name, points in sorted(curves.items()):
                 curve(ax, points, label=visible(name))
             label(ax, title, "step")
-        if "" not in curves:  # the last panel's have names, of kinds of pairs
+        if "" not in curves:  # the curves of the last panel are kinds of pairs, with names
             axes[-1].legend()
-        found.append((phase, made))
-    return found
+        drawings.append((phase, drawing))
+    return drawings
 
 
 def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
-    """title -> name of a curve -> its points (step, y), of what a log of training has."""
+    """Returns the curves of a training log: title of a panel -> name of a curve -> [(step, y),
+    ...]."""
     panels = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for name, title in OF_STEPS.items():

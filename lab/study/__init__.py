@@ -1,1 +1,1 @@
-"""Several runs: methods by seeds, and the report that compares them."""
+"""Comparison of several runs: methods x seeds, and the report on their differences."""

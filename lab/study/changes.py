@@ -1,5 +1,6 @@
-"""What a run changed against another one: its code, the first output that differs, and its greedy
-episodes. `compare` prints this first, since two arms that were meant to differ may be the same."""
+"""Differences between runs: their settings, their code, the first output that differs, and their
+greedy episodes. `compare` prints them first, because two arms that were meant to differ may be
+identical."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,85 +11,92 @@ from common.files import file_hash, read_jsonl
 from engine.code import code_differences
 from engine.console import phrase
 from lab.page.report import Table
-from lab.runfiles import config_of, phases_of, that_found
-from lab.study.methods import Runs, differences
+from lab.runfiles import config_of, phases_of, phases_with
+from lab.study.methods import Runs, setting_differences
 
-PAIR = ("chosen", "rejected", "weight", "sft_weight")
-EPISODE = ("task", "messages", "reward")
+PAIR = {"kind", "chosen", "rejected", "weight", "sft_weight"}  # keys of a pair
+EPISODE = {"task", "messages", "reward"}                       # keys of an episode
 
 
 def changes(runs: Runs) -> Table:
-    """Return what differs between each arm and the first: settings, code, outputs, episodes."""
+    """Returns a table of the differences between each arm and the first arm."""
     first, *others = runs
     rows = []
     for arm, by_seed in runs.items():
-        code = code_of(list(by_seed.values()), list(by_seed.values())[:1])
-        if code:
-            rows.append((arm, "code, between its seeds", ", ".join(code)))
+        names = code_changes([*by_seed.values()][:1], by_seed.values())
+        if names:
+            rows.append((arm, "code, between its seeds", ", ".join(names)))
     for arm in others:
-        if not differences({first: runs[first], arm: runs[arm]}):
+        if not setting_differences({first: runs[first], arm: runs[arm]}):
             rows.append((arm, "settings", "none differ"))
-        code = code_of(list(runs[arm].values()), list(runs[first].values()))
-        rows.append((arm, "code", ", ".join(code) or "none differs"))
+        names = code_changes(runs[first].values(), runs[arm].values())
+        rows.append((arm, "code", ", ".join(names) or "none differs"))
         common = [seed for seed in runs[first] if seed in runs[arm]]
         if not common:
             rows.append((arm, "outputs", "no seed in common"))
         for seed in common:
-            before, after = runs[first][seed], runs[arm][seed]
-            rows.append((arm, f"first output, seed {seed}", first_difference(before, after)))
-            rows.append((arm, f"greedy episodes, seed {seed}", episode_differences(before, after)))
+            pair = runs[first][seed], runs[arm][seed]
+            rows.append((arm, f"first output, seed {seed}", first_difference(*pair)))
+            rows.append((arm, f"greedy episodes, seed {seed}", episode_changes(*pair)))
     return f"What differs from {first}", ["<method", "<what", "<difference"], rows
 
 
-def code_of(runs: list[Path], others: list[Path]) -> list[str]:
-    """Return the files of code that differ between any run and any of some others."""
+def code_changes(before, after) -> list[str]:
+    """Returns the names of the code files that differ between a run of `before` and a run of
+    `after`."""
     names = {}
-    for run in runs:
-        for other in others:
-            one, two = config_of(other).get("code"), config_of(run).get("code")
+    for run in before:
+        for other in after:
             if run != other:
-                names |= dict.fromkeys(code_differences(one, two))
-    return list(names)
+                records = [config_of(each).get("code") for each in (run, other)]
+                names |= dict.fromkeys(code_differences(*records))
+    return [*names]
 
 
 def first_difference(before: Path, after: Path) -> str:
-    """Return the first output of both runs that differs, and how."""
-    rows, others = phases_of(before), phases_of(after)
-    own = [f"only {run} has {output}" for run, some, rest in
-           ((before, rows, others), (after, others, rows)) for output in some if output not in rest]
-    for output in rows:
-        if output in others:
-            how = difference_of(before / output, after / output)
-            if how:
-                return f"{output}: {how}"
-    return "; ".join(["no output of both differs", *own[:1]])
+    """Returns the first output of both runs that differs, with the difference. If there is none, it
+    names an output that only one of the runs has."""
+    outputs = {run: phases_of(run) for run in (before, after)}
+    for output in outputs[before]:
+        difference = output in outputs[after] and output_change(before / output, after / output)
+        if difference:
+            return f"{output}: {difference}"
+    alone = [f"only {run} has {output}" for run, other in ((before, after), (after, before))
+             for output in outputs[run] if output not in outputs[other]]
+    return "; ".join(["no output of both differs", *alone[:1]])
 
 
-def difference_of(before: Path, after: Path) -> str:
-    """Return how an output differs from another run's; "" if it does not."""
+def output_change(before: Path, after: Path) -> str:
+    """Returns the difference between an output and the same output of another run, or "" if they
+    are equal. Episodes that differ only in log-probabilities count as equal, because rounding
+    changes these."""
     if not before.exists() or not after.exists():
         return "" if before.exists() == after.exists() else "one run has deleted it"
     if before.is_dir():
-        return difference_of_agents(before, after)
+        return agent_change(before, after)
     if file_hash(before) == file_hash(after):
         return ""
-    rows, others = read_jsonl(before), read_jsonl(after)
-    if all({*EPISODE} <= row.keys() for row in rows + others):
-        count = count_other(episodes_in(rows), episodes_in(others))
-        return count and f"{count} episodes differ"  # else only log-probabilities, by rounding
-    if all({"kind", *PAIR} <= row.keys() for row in rows + others):
-        kinds = [phrase("pairs", Counter(row["kind"] for row in some), {})
-                 for some in (rows, others)]
+    files = read_jsonl(before), read_jsonl(after)
+    rows = [*files[0], *files[1]]
+    if all(EPISODE <= row.keys() for row in rows):
+        count = count_changed(*map(episodes_in, files))
+        return count and f"{count} episodes differ"
+    if all(PAIR <= row.keys() for row in rows):
+        kinds = [phrase("pairs", Counter(row["kind"] for row in file), {}) for file in files]
         if kinds[0] != kinds[1]:
             return f"{kinds[0]} -> {kinds[1]}"
-        changed = sum(one != other for one, other in zip(rows, others))
-        weights = [sum(row["weight"] for row in some) for some in (rows, others)]
+        changed = sum(row != other for row, other in zip(*files))
+        weights = [sum(row["weight"] for row in file) for file in files]
         return f"{changed} of {kinds[0]} differ, weights {weights[0]:.4g} -> {weights[1]:.4g}"
-    return f"{len(rows)} -> {len(others)} lines, of other content"
+    return f"{len(files[0])} -> {len(files[1])} lines, of other content"
 
 
-def difference_of_agents(before: Path, after: Path) -> str:
-    """Return how two agents differ: loss, its terms and norm of the first step, and the weights."""
+def agent_change(before: Path, after: Path) -> str:
+    """Returns the difference between two agents, or "" if they are equal.
+
+    It has the number of training steps if they differ, the loss, its terms and the gradient norm of
+    the first step, and the largest difference between the weights.
+    """
     weights = [{file.name: file_hash(file) for file in folder.glob("*.safetensors")}
                for folder in (before, after)]
     logs = [read_jsonl(file) if file.is_file() else []
@@ -98,38 +106,42 @@ def difference_of_agents(before: Path, after: Path) -> str:
     parts = []
     if len(logs[0]) != len(logs[1]):
         parts.append(f"{len(logs[0])} -> {len(logs[1])} steps")
-    if logs[0] and logs[1]:
-        one, other = logs[0][0], logs[1][0]
-        for name in "loss", "dpo", "sft", "norm":
-            if name in one and name in other:
-                parts.append(f"first {name} {one[name]:.4g} -> {other[name]:.4g}")
-    parts.append("the same weights" if weights[0] == weights[1] else weights_apart(before, after))
+    steps = [log[0] if log else {} for log in logs]
+    for name in "loss", "dpo", "sft", "norm":
+        if name in steps[0] and name in steps[1]:
+            parts.append(f"first {name} {steps[0][name]:.4g} -> {steps[1][name]:.4g}")
+    parts.append("the same weights" if weights[0] == weights[1] else weight_change(before, after))
     return "; ".join(parts)
 
 
-def weights_apart(before: Path, after: Path) -> str:
-    """Return by how much the weights of two agents differ. Rounding alone makes about 1e-8."""
+def weight_change(before: Path, after: Path) -> str:
+    """Returns the largest difference between the weights of two agents. Rounding alone causes
+    about 1e-8."""
     largest = 0.0
     for file in before.glob("*.safetensors"):
         if not (after / file.name).exists():
             return "other files of weights"
-        with safe_open(file, "pt") as one, safe_open(after / file.name, "pt") as other:
-            if {*one.keys()} != {*other.keys()}:
-                return "other names of weights"
-            for name in one.keys():
-                difference = one.get_tensor(name) - other.get_tensor(name)
+        with safe_open(file, "pt") as weights, safe_open(after / file.name, "pt") as others:
+            shapes = [{name: opened.get_slice(name).get_shape() for name in opened.keys()}
+                      for opened in (weights, others)]
+            if shapes[0] != shapes[1]:
+                return "other names or shapes of weights"
+            for name in weights.keys():
+                difference = weights.get_tensor(name) - others.get_tensor(name)
                 largest = max(largest, difference.abs().max().item())
     return f"weights differ by at most {largest:.2g}"
 
 
 def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
-    """Return (what was said, reward) of each episode, by its name."""
-    return {(row["task"], row.get("agent"), row.get("iteration"), row.get("rollout")):
+    """Returns the content of each episode by its name: (task, agent, iteration, rollout) ->
+    (messages, reward)."""
+    return {tuple(row.get(key) for key in ("task", "agent", "iteration", "rollout")):
             (row["messages"], row["reward"]) for row in rows}
 
 
-def count_other(episodes: dict, others: dict) -> str:
-    """Return "N of M" of the episodes that both have, if any differs, or if one lacks some."""
+def count_changed(episodes: dict, others: dict) -> str:
+    """Returns "N of M" if N of the M common episodes differ, with the number of episodes that only
+    one side has. Returns "" if both sides are equal."""
     common = episodes.keys() & others.keys()
     count = sum(episodes[name] != others[name] for name in common)
     lacking = len(episodes.keys() ^ others.keys())
@@ -137,23 +149,24 @@ def count_other(episodes: dict, others: dict) -> str:
     return f"{count} of {len(common)}{more}" if count or lacking else ""
 
 
-def episode_differences(before: Path, after: Path) -> str:
-    """Return how many greedy episodes differ in the last iteration that both have evaluated."""
-    evaluated = []
+def episode_changes(before: Path, after: Path) -> str:
+    """Returns the number of greedy episodes that differ in the last iteration that both runs have
+    evaluated."""
+    outputs = []  # of each run: evaluation file -> iteration
     for run in before, after:
-        rows = that_found(phases_of(run), "split", "name", "episodes")
-        evaluated.append({row["output"]: row["i"] for row in rows
-                          if (run / row["output"]).is_file()})
-    common = evaluated[0].keys() & evaluated[1].keys()
+        rows = phases_with(phases_of(run), "split", "name", "episodes")
+        outputs.append({row["output"]: row["i"] for row in rows
+                        if (run / row["output"]).is_file()})
+    common = outputs[0].keys() & outputs[1].keys()
     if not common:
         return "none that both have"
-    i = max(evaluated[0][output] for output in common)
+    i = max(outputs[0][output] for output in common)
     episodes, others = {}, {}
     for output in common:
-        if evaluated[0][output] == i:
+        if outputs[0][output] == i:
             episodes |= episodes_in(read_jsonl(before / output))
             others |= episodes_in(read_jsonl(after / output))
-    count = count_other(episodes, others)
+    count = count_changed(episodes, others)
     if not count:
         return f"all {len(episodes)} are identical, iteration {i}"
     return f"{count} have other text, iteration {i}"

@@ -1,11 +1,12 @@
-"""The report on several runs: tables in the terminal, and a folder with them and its figures.
+"""The report on several runs: tables in the terminal, and a folder with the tables and figures.
 
-    bash run.sh compare RUN RUN ...       any runs, finished or not; those of a method, or an arm
-                                          of a study, are its seeds
-    bash run.sh compare NAME=RUN ...      under names of your own: base=A0 base=A1 ipo=B0 ipo=B1
-    bash run.sh study webshop --report    those of a study
+    bash run.sh compare RUN RUN ...       any runs, finished or not. Runs of the same method, or of
+                                          the same arm of a study, count as its seeds.
+    bash run.sh compare NAME=RUN ...      the same, with names that you give. Runs with the same
+                                          name count as its seeds: base=A0 base=A1 ipo=B0 ipo=B1
+    bash run.sh study webshop --report    the runs of a study
 
-The folder holds report.txt, report.json and the figures.
+The folder contains report.txt, report.json and the figures.
 """
 
 import argparse
@@ -25,64 +26,66 @@ from lab.page.report import Table
 from lab.runfiles import agents_of, command, is_finished, phases_of, visible
 from lab.study import numbers
 from lab.study.changes import changes
-from lab.study.methods import Runs, arm_of, differences, named
-from lab.study.numbers import interval, of_seeds, paired
+from lab.study.methods import Runs, arm_of, named, setting_differences
+from lab.study.numbers import interval, paired, values_by_seed
 
 MEASURES = ("reward", "success")
-IDENTICAL = "all episodes identical"  # in place of a difference of 0
-HOW = ("Mean over seeds ± half of its 95% t interval; of a difference also on how many seeds the "
-       "first is ahead, and * where on three seeds or more the interval excludes 0. Intervals are "
-       "not corrected for their number: of differences that are none, one in 20 has a *.")
+IDENTICAL = "all episodes identical"  # printed instead of a difference of 0
+NOTE = ("Each number is the mean over seeds ± half the width of its 95% t interval. A difference "
+        "also has the number of seeds on which the first arm is ahead, and * if there are at least "
+        "three seeds and the interval excludes 0. The intervals are not corrected for multiple "
+        "comparisons: without any real difference, about one difference in 20 has a *.")
 
 
 def write_report(title: str, runs: Runs, out: Path, compared: list | None = None) -> str:
     """Writes the report on runs into a folder.
 
     Args:
-        title: Its first line.
-        runs: arm, or a name of the user's -> seed -> folder.
+        title: The first line of the report.
+        runs: arm, or a name that the user gives -> seed -> folder.
         out: The folder.
-        compared: (a, b): how far a is ahead of b; if not given all with each other, and the report
-            says in which settings they differ.
+        compared: Pairs of arms (a, b), for which the report has the differences a - b. If it is
+            None, all arms are compared with each other, and the report begins with their
+            differences in settings, code and outputs.
 
     Returns:
         The report as text.
     """
     out.mkdir(parents=True, exist_ok=True)
-    made = []
-    of_shares = [("coevolve", "eto")]
+    tables = []
+    of_shares = [("coevolve", "eto")]  # the paper compares these in Table 2
     if compared is None:
         compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
         of_shares = compared
-        made += [("Settings in which they differ", ["<setting", "<method", "<value"],
-                  differences(runs)), changes(runs)]
+        tables += [("Settings in which they differ", ["<setting", "<method", "<value"],
+                    setting_differences(runs)), changes(runs)]
     compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
-    made.append(states(runs))
-    found, notes = numbers.on_common_tasks(numbers.evaluations(runs))
-    best = numbers.after_the_best(found)
-    for when, some, of_both in (
-            ("after its last iteration", numbers.after_the_last(found),
-             partial(numbers.last_of_both, found)),
+    tables.append(states(runs))
+    evals, notes = numbers.on_common_tasks(numbers.evaluations(runs))
+    best = numbers.after_the_best(evals)
+    for when, chosen, of_both in (
+            ("after its last iteration", numbers.after_the_last(evals),
+             partial(numbers.last_of_both, evals)),
             ("after the iteration that validation chooses", best, lambda a, b: best)):
-        made.append(of_target(f"Greedy evaluation of the target {when}", some))
-        made.append((f"Differences on the same seeds, {when}",
-                     ["<difference", "<split", "<iterations", "<reward", "<success"],
-                     greedy_leads(compared, of_both)))
-    made += [of_costs(runs), table_2(runs, of_shares), figure_3(runs, out),
-             over_iterations(found, out)]
+        tables.append(of_target(f"Greedy evaluation of the target {when}", chosen))
+        tables.append((f"Differences on the same seeds, {when}",
+                       ["<difference", "<split", "<iterations", "<reward", "<success"],
+                       greedy_leads(compared, of_both)))
+    tables += [of_costs(runs), table_2(runs, of_shares), figure_3(runs, out),
+               over_iterations(evals, out)]
 
     texts = [title, *notes]
-    read_by_programs = {}
-    for name, columns, rows in made:
+    as_json = {}
+    for name, columns, rows in tables:
         if rows:
             texts.append(as_text(name, columns, rows))
             keys = [column.lstrip("<") for column in columns]
-            read_by_programs[name] = [dict(zip(keys, row)) for row in rows]
+            as_json[name] = [dict(zip(keys, row)) for row in rows]
     if any(len(by_seed) > 1 for by_seed in runs.values()):
-        texts.append(textwrap.fill(HOW, 100))
+        texts.append(textwrap.fill(NOTE, 100))
     text = "\n\n".join(texts) + "\n"
     (out / "report.txt").write_text(text, encoding="utf-8")
-    (out / "report.json").write_text(json.dumps(read_by_programs, indent=1))
+    (out / "report.json").write_text(json.dumps(as_json, indent=1))
     return text
 
 
@@ -90,8 +93,9 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
 
 
 def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
+    """Returns a table as aligned text."""
     cells = [[column.lstrip("<") for column in columns]]
-    for row in rows:  # names and settings may hold what a terminal obeys
+    for row in rows:  # names and settings may contain terminal escapes
         cells.append([visible(cell(x)).replace("\n", " ") for x in row])
     lines = [title]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -104,7 +108,7 @@ def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
 
 
 def cell(x) -> str:
-    """A text, a number, an `interval` or a `paired` difference as text; - for None."""
+    """Returns a text, a number, an `interval` or a `paired` difference as text, and - for None."""
     if x is None:
         return "-"
     if isinstance(x, str):
@@ -123,54 +127,54 @@ def cell(x) -> str:
 # ------------------------------------------------------------------------------------- tables
 
 
-def means(found: list[dict], by: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
-    """A row for each group of those that agree in the names `by`: these, and the interval over
-    seeds of each measure."""
-    rows = []
-    for group in dict.fromkeys(tuple(e[name] for name in by) for e in found):
-        where = dict(zip(by, group))
-        values = [of_seeds(found, measure, **where).values() for measure in measures]
-        rows.append((*group, *map(interval, values)))
-    return rows
+def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
+    """Groups rows by the values of `keys`. Returns a row for each group: these values, then the
+    interval over seeds of each measure."""
+    result = []
+    for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        where = dict(zip(keys, group))
+        values = [values_by_seed(rows, measure, **where).values() for measure in measures]
+        result.append((*group, *map(interval, values)))
+    return result
 
 
 def leads(
-    found: list[dict],
+    rows: list[dict],
     compared: list[tuple[str, str]],
-    by: str,
+    key: str,
     measures: tuple[str, ...],
 ) -> list[tuple]:
-    """A row for each of those compared and each group: by how much the first is ahead on the seeds
-    that both have."""
-    rows = []
-    for (a, b), group in itertools.product(compared, dict.fromkeys(e[by] for e in found)):
-        ahead = []
+    """Returns for each compared pair (a, b) and each value of `key` the difference of each measure,
+    a - b, on the seeds that both have."""
+    result = []
+    for (a, b), group in itertools.product(compared, dict.fromkeys(row[key] for row in rows)):
+        differences = []
         for measure in measures:
-            first, other = (of_seeds(found, measure, arm=arm, **{by: group}) for arm in (a, b))
-            ahead.append(paired(first, other))
-        if ahead[0]:
-            rows.append((f"{a} - {b}", group, *ahead))
-    return rows
+            values = (values_by_seed(rows, measure, arm=arm, **{key: group}) for arm in (a, b))
+            differences.append(paired(*values))
+        if differences[0]:
+            result.append((f"{a} - {b}", group, *differences))
+    return result
 
 
 def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tuple]:
-    """A row for each of those compared and each split: the iterations, and by how much the first is
-    ahead, or that both played the same episodes. of_both(a, b) are the evaluations of both."""
+    """Returns for each compared pair (a, b) and each split the evaluated iterations and the
+    differences a - b, or IDENTICAL. of_both(a, b) returns the evaluations of both arms."""
     rows = []
     for a, b in compared:
-        some = of_both(a, b)
-        for name, split, *ahead in leads(some, [(a, b)], "split", MEASURES):
-            of_a, of_b = (of_seeds(some, "i", arm=arm, split=split) for arm in (a, b))
+        evals = of_both(a, b)
+        for name, split, *differences in leads(evals, [(a, b)], "split", MEASURES):
+            of_a, of_b = (values_by_seed(evals, "i", arm=arm, split=split) for arm in (a, b))
             iterations = [f"{of_a[seed]}" if of_a[seed] == of_b[seed] else
                           f"{of_a[seed]} - {of_b[seed]}" for seed in of_a if seed in of_b]
-            if numbers.identical(some, a, b, split):
-                ahead = [IDENTICAL] * len(ahead)
-            rows.append((name, split, ", ".join(iterations), *ahead))
+            if numbers.identical(evals, a, b, split):
+                differences = [IDENTICAL] * len(differences)
+            rows.append((name, split, ", ".join(iterations), *differences))
     return rows
 
 
 def states(runs: Runs) -> Table:
-    """The runs that have not finished, have no agent called target, or whose files were edited."""
+    """Lists the runs that are unfinished, have no agent called target, or have edited files."""
     rows = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
@@ -188,17 +192,18 @@ def states(runs: Runs) -> Table:
     return "Runs to note", ["<method", "<seed", "<note"], rows
 
 
-def of_target(title: str, found: list[dict]) -> Table:
-    """What the target earns in some evaluations, of which each run has one for a split."""
+def of_target(title: str, evals: list[dict]) -> Table:
+    """Returns a table of the target agent's results. A run has one evaluation per split."""
     rows = []
-    for arm, split, *earned in means(found, ("arm", "split"), MEASURES):
-        iterations = of_seeds(found, "i", arm=arm)
+    for arm, split, *results in means(evals, ("arm", "split"), MEASURES):
+        iterations = values_by_seed(evals, "i", arm=arm)
         seeds = " ".join(map(str, iterations))
-        rows.append((arm, seeds, " ".join(map(str, iterations.values())), split, *earned))
+        rows.append((arm, seeds, " ".join(map(str, iterations.values())), split, *results))
     return title, ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows
 
 
 def of_costs(runs: Runs) -> Table:
+    """Returns a table of the mean cost of each arm's runs."""
     rows = []
     for arm, by_seed in runs.items():
         costs = [numbers.cost(run) for run in by_seed.values()]
@@ -207,59 +212,62 @@ def of_costs(runs: Runs) -> Table:
 
 
 def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
-    """The paper's Table 2: shares of what was explored."""
+    """Returns the paper's Table 2: shares of the explored trajectories, at three thresholds."""
     measures = ("success", "negative", "hard negative")
     same = {f"{a} - {b}" for a, b in compared if numbers.explored_alike(runs, a, b)}
     rows = []
     for threshold in (0.6, 0.7, 0.8):
-        found = numbers.shares(runs, threshold)
-        rows += means(found, ("arm", "threshold"), measures)
-        for name, value, *ahead in leads(found, compared, "threshold", measures):
-            rows.append((name, value, *([IDENTICAL] * len(ahead) if name in same else ahead)))
+        shares = numbers.shares(runs, threshold)
+        rows += means(shares, ("arm", "threshold"), measures)
+        for name, value, *differences in leads(shares, compared, "threshold", measures):
+            if name in same:
+                differences = [IDENTICAL] * len(differences)
+            rows.append((name, value, *differences))
     return ("Table 2: explored trajectories, all agents and iterations of a method",
             ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
 
 
 def figure_3(runs: Runs, out: Path) -> Table:
-    """The paper's Figure 3, which is drawn, too."""
+    """Draws the paper's Figure 3, and returns its numbers."""
     found = numbers.distances_of(runs)
     rows = []
-    every = {}  # agent -> the distances of all seeds' tasks
+    distances = {}  # agent -> the distances of all tasks, in all seeds
     for name, by_seed in found.items():
-        every[name] = [x for of_seed in by_seed.values() for x in of_seed.values()]
-        means = [np.mean([*of_seed.values()]) for of_seed in by_seed.values() if of_seed]
-        rows.append((name, interval(means), len(every[name])))
+        distances[name] = list(itertools.chain(*(of_seed.values() for of_seed in by_seed.values())))
+        of_seeds = [np.mean([*of_seed.values()]) for of_seed in by_seed.values() if of_seed]
+        rows.append((name, interval(of_seeds), len(distances[name])))
     if rows:
-        apart = []
+        differences = []
         for eto, failure in zip(found["eto"].values(), found["coevolve: failure"].values()):
             both = [failure[task] - eto[task] for task in eto.keys() & failure.keys()]
             if both:
-                apart.append(np.mean(both))
-        rows.append(("coevolve: failure - eto, where both failed at least twice", interval(apart),
-                     None))
-        made, (ax,) = figures.figure(1, width=6.0)
-        ax.boxplot([*every.values()], showmeans=True)
-        ax.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
-        figures.write(made, out / "figure3.svg")
+                differences.append(np.mean(both))
+        rows.append(("coevolve: failure - eto, where both failed at least twice",
+                     interval(differences), None))
+        drawing, (ax,) = figures.figure(1, width=6.0)
+        ax.boxplot([*distances.values()], showmeans=True)
+        ax.set_xticks(range(1, len(distances) + 1),
+                      [name.replace(": ", ":\n") for name in distances])
+        figures.write(drawing, out / "figure3.svg")
     return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
             "SFT agent", ["<agent", "<mean of seeds", "instructions"], rows)
 
 
-def over_iterations(found: list[dict], out: Path) -> Table:
-    """The target's reward and success by iteration, which are drawn, too."""
-    rows = means(found, ("arm", "i", "split"), MEASURES)
-    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> (i, mean, half)
+def over_iterations(evals: list[dict], out: Path) -> Table:
+    """Returns the target agent's reward and success by iteration, and draws the rewards."""
+    rows = means(evals, ("arm", "i", "split"), MEASURES)
+    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> [(i, mean, half), ...]
     for arm, i, split, reward, _ in rows:
         curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
     if rows:
-        made, axes = figures.figure(len(curves), height=5)
+        drawing, axes = figures.figure(len(curves), height=5)
         for ax, (split, of_split) in zip(axes, curves.items()):
             for n, (arm, points) in enumerate(of_split.items()):
                 ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3,
                             label=visible(arm), linestyle=figures.LINES[n // 10 % 3])
             figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
         figures.legend(axes[0])
-        figures.write(made, out / "curves.svg")
+        figures.write(drawing, out / "curves.svg")
     return "Over iterations", ["<method", "iteration", "<split", "<reward", "<success"], rows
 
 
@@ -267,7 +275,7 @@ def over_iterations(found: list[dict], out: Path) -> Table:
 
 
 def split_name(word: str) -> tuple[str, Path]:
-    """(name, run) of NAME=RUN, or of RUN, in whose path a = may stand, too."""
+    """Returns the name and the folder of NAME=RUN or RUN. The path of RUN may contain = too."""
     name, sign, path = word.partition("=")
     if not sign or not name or not path or "/" in name or Path(word).exists():
         return arm_of(Path(word)), Path(word)
@@ -278,13 +286,14 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="folders of runs, or NAME=FOLDER")
-    parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
-    asked = parser.parse_args(argv)
-    given = [split_name(word) for word in asked.runs]
-    beside = os.path.commonpath([path.resolve().parent for _, path in given])
-    out = asked.out or Path(beside, "report")
+    parser.add_argument("--out", type=Path,
+                        help="folder of the report [`report`, next to the runs]")
+    args = parser.parse_args(argv)
+    given = [split_name(word) for word in args.runs]
+    parent = os.path.commonpath([path.resolve().parent for _, path in given])
+    out = args.out or Path(parent, "report")
     print(write_report("Comparison of runs", named(given), out))
-    print(f"compare: {visible(str(out))} holds this, the numbers and the figures")
+    print(f"compare: {visible(str(out))} contains this report, its numbers and its figures")
 
 
 if __name__ == "__main__":

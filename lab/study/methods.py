@@ -1,4 +1,7 @@
-"""The arms of a study: the settings that make each, what each is compared with, and their runs."""
+"""The arms of a study: their settings, the pairs of arms that a report compares, and their runs.
+
+An arm is a method with some settings. A study runs every arm with every seed.
+"""
 
 import itertools
 import re
@@ -7,19 +10,20 @@ from pathlib import Path
 
 from common.settings import FREE, UsageError, has_mark, names_in, settings_of
 from evolve import SIGNALS
-from lab.runfiles import config_of, phases_of, that_found
+from lab.runfiles import config_of, phases_of, phases_with
 from lab.settings import METHODS, Settings
 
-# arm -> its settings. In braces stands what another run of the seed says (`taken_from`): `steps`,
-# as many optimiser steps of the target as co-evolution took; `lambda_sft`, its own; `tasks`, as
-# many as evolution ended with.
+# arm -> its settings. A value in braces is taken from the run of co-evolution or evolution with the
+# same seed (see `taken_from`). `steps` is the mean number of optimiser steps of the target agent
+# per iteration of co-evolution, `lambda_sft` is co-evolution's setting, and `tasks` is the number
+# of tasks at the end of evolution.
 FIRST = {
     "coevolve": "--method coevolve",
     "eto": "--method eto",
     "sft": "--method sft",
     "positive": "--method positive",
     "eto-steps": "--method eto --dpo-steps {steps}",
-    # ETO with what the paper adds to DPO beside a second agent: Section 4.3's weights and SFT term.
+    # ETO with the other parts that the paper adds to DPO: the weights and SFT term of Section 4.3.
     "eto-sft": "--method eto --lambda-sft {lambda_sft} --pair-weights instruction",
     "eto-sft-steps": "--method eto --lambda-sft {lambda_sft} --pair-weights instruction "
                      "--dpo-steps {steps}",
@@ -32,7 +36,7 @@ FIRST = {
     "rft": "--method rft",
     "dart": "--method dart",
     "ppo": "--method ppo"}
-# Of the second system, `evolve.py`, with its controls; for a study of their own, beside SFT.
+# Arms of the second system, `evolve.py`, and their controls. A study of them should include SFT.
 SECOND = {
     "grpo": "--method grpo",
     "evolve": "--method evolve",
@@ -40,83 +44,87 @@ SECOND = {
     "evolve-random": "--method evolve --guide random",
     **{f"evolve-only-{signal}": f"--method evolve --signals {signal}" for signal in SIGNALS}}
 ARMS = FIRST | SECOND
-# (a, b): a report says by how much a is ahead of b.
+# (a, b): a report prints by how much arm a is ahead of arm b.
 COMPARED = [
     *itertools.product(["coevolve"], FIRST), *itertools.product([*FIRST, "grpo"], ["sft"]),
-    # What each part adds: the SFT term, a second agent's rollouts; who that agent is.
+    # These show the effect of the SFT term, of a second agent's rollouts, and of that agent's kind.
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
-    # When the failure agent plays; and with one rollout.
+    # These show the effect of when the failure agent plays, and of a single rollout per task.
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
     ("coevolve-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
 
 
 def method_of(arm: str) -> str:
-    """--method of a run in the study: `positive` of positive-steps."""
+    """Returns the --method of an arm, such as "positive" for positive-steps."""
     return ARMS[arm].split()[1]
 
 
-# ------------------------------------------------------------------------ what makes a run
+# ------------------------------------------------------------------- the settings of a run
 
 
 def needed_by(arm: str) -> list[str]:
-    """The arm whose run says what this one takes, if it takes anything."""
+    """Returns a list of the arm that the values in braces are taken from. It is empty if this arm
+    has no values in braces."""
     if "{tasks}" in ARMS[arm]:
         return ["evolve"]
     return ["coevolve"] if "{" in ARMS[arm] else []
 
 
 def flags(arm: str, folder: Path, seed: int) -> list[str]:
-    """The settings that make a run of an arm in a study's folder."""
-    said = {}
+    """Returns the settings of a run of an arm, as flags and values. `folder` is the study's."""
+    values = {}
     for other in needed_by(arm):
-        said = taken_from(folder / f"{other}-s{seed}")
-    return ARMS[arm].format(**said).split()
+        values = taken_from(folder / f"{other}-s{seed}")
+    return ARMS[arm].format(**values).split()
 
 
 def taken_from(run: Path) -> dict:
-    """What `ARMS` has in braces, of a run of co-evolution or evolution."""
+    """Returns the values for the braces in `ARMS` from a run of co-evolution or evolution."""
     phases = phases_of(run)
     tasks = task_counts(phases)
     if tasks:
         return dict(tasks=tasks[-1])
-    steps = [row["steps"] for row in trained(phases, "target")]
+    steps = [row["steps"] for row in training_phases(phases, "target")]
     if not sum(steps):
-        raise UsageError(f"{run}: the target was not trained in it; let this run finish before those "
-                      "at equal cost")
+        raise UsageError(f"{run}: the target was not trained in this run; finish it before you "
+                         "start the runs with the same number of steps")
     return dict(steps=max(1, round(sum(steps) / len(steps))),
                 lambda_sft=config_of(run)["settings"]["lambda_sft"])
 
 
 def task_counts(phases: dict) -> list[int]:
-    """How many tasks GRPO trained on, by evolution: those at the start, and so on."""
-    found = that_found(phases, "tasks")
-    return [row["tasks"] for row in found if row["output"].endswith("tasks.jsonl")]
+    """Returns the number of tasks that GRPO trained on, at the start and after each evolution."""
+    rows = phases_with(phases, "tasks")
+    return [row["tasks"] for row in rows if row["output"].endswith("tasks.jsonl")]
 
 
-def trained(phases: dict, agent: str = "") -> list[dict]:
-    """The training phases after the first SFT, of all agents or one, by its recorded name. Those of
-    `evolve.py` record none, since it trains the target alone."""
-    found = [row for row in that_found(phases, "steps", "seconds") if row["i"] > 0]
-    return [row for row in found if isinstance(row["steps"], int)
+def training_phases(phases: dict, agent: str = "") -> list[dict]:
+    """Returns the records of the training phases after the first SFT, of all agents, or of the
+    agent with this recorded name. Phases of `evolve.py` record no name and train the target."""
+    rows = [row for row in phases_with(phases, "steps", "seconds") if row["i"] > 0]
+    return [row for row in rows if isinstance(row["steps"], int)
             and not row["output"].endswith(".jsonl") and agent in ("", row.get("name", "target"))]
 
 
-# ----------------------------------------------------------------------- which runs there are
-# arm, or a name of the user's -> seed -> folder. The seed of a run that took outputs of another
-# seed (--branch) is the text "OTHER>SEED".
+# ---------------------------------------------------------------------- the runs of a report
+
+# arm, or a name that the user gives -> seed -> folder. If a run reused outputs of a run with
+# another seed (--branch), its key is the text "OTHER>SEED" instead of its seed.
 Runs = dict[str, dict[int | str, Path]]
 
 
 def arm_of(run: Path) -> str:
-    """The arm of a run that a study made, by the name of its folder; else its method."""
+    """Returns the arm of a run of a study, which its folder is named after. For other runs, returns
+    the method."""
     arm = run.resolve().name.rpartition("-s")[0]
     return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
 
 def named(given: list[tuple[str, Path]]) -> Runs:
-    """Runs under names; whatever their settings are, and whether or not they have finished."""
+    """Groups (name, folder) by name and seed. The runs may have any settings and may be unfinished.
+    Raises UsageError if the environments differ, or if two runs have the same name and seed."""
     runs = defaultdict(dict)
     envs = {}  # environment -> its first run
     for name, path in given:
@@ -125,16 +133,16 @@ def named(given: list[tuple[str, Path]]) -> Runs:
         envs.setdefault(settings["env"], path)
         if len(envs) > 1:
             (env, first), (other, _) = envs.items()
-            raise UsageError(f"{path} is a run of {other}, and {first} of {env}; compare runs of one "
-                          "environment")
+            raise UsageError(f"{path} is a run of {other}, and {first} of {env}; compare runs of "
+                             "one environment")
         seed = settings["seed"]
-        begun = config.get("branch", {}).get("seed", seed)
-        if begun != seed:  # it is paired with none but those that changed the seed alike
-            seed = f"{begun}>{seed}"
+        first_seed = config.get("branch", {}).get("seed", seed)
+        if first_seed != seed:  # paired only with runs that changed the seed in the same way
+            seed = f"{first_seed}>{seed}"
         other = runs[name].setdefault(seed, path)
         if other is not path:
-            raise UsageError(f"{path} and {other} are both {name} with seed {seed}; leave one out, or "
-                          "give each a name of its own: NAME=RUN NAME=RUN")
+            raise UsageError(f"{path} and {other} are both {name} with seed {seed}; leave one out, "
+                             "or give each run a name: NAME=RUN NAME=RUN")
     ordered = {}
     for name, by_seed in runs.items():
         seeds = sorted(by_seed, key=lambda seed: (isinstance(seed, str), seed))
@@ -143,47 +151,45 @@ def named(given: list[tuple[str, Path]]) -> Runs:
 
 
 def finished(folder: Path) -> Runs:
-    """The finished runs of a study, in the order of ARMS. Refused where two differ in a setting
-    that both read, but for what is an arm's own."""
+    """Returns the finished runs of a study, in the order of ARMS. Raises UsageError if two runs
+    differ in a setting that both read and that neither arm sets."""
     runs = {}
-    first = {}  # setting -> the first run that reads it, and its value
+    first = {}  # setting -> (the first run that reads it, its value)
     for arm in ARMS:
-        done = [file.parent for file in folder.glob(f"{arm}-s[0-9]*/result.json")]
-        # What an arm sets, or does not read.
+        paths = [file.parent for file in folder.glob(f"{arm}-s[0-9]*/result.json")]
+        # Settings that the arm sets, or does not read.
         own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", ARMS[arm])}
         own |= Settings.presets.get(f"--method {method_of(arm)}", {}).keys()
         own |= settings_of(Settings).keys() - names_in(METHODS[method_of(arm)].reads)
-        for path in done:
-            made = config_of(path)["settings"]
-            for name in sorted(counting({*made}) - own):
-                other, before = first.setdefault(name, (path, made[name]))
-                if made[name] != before:
-                    raise UsageError(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
-                                  "a study's runs differ in method and seed alone; compare "
-                                  "reports on any")
-        runs |= named([(arm, path) for path in done])
+        for path in paths:
+            settings = config_of(path)["settings"]
+            for name in sorted(relevant({*settings}) - own):
+                other, value = first.setdefault(name, (path, settings[name]))
+                if settings[name] != value:
+                    raise UsageError(f"{path} and {other} differ in {name} ({settings[name]}, "
+                                     f"{value}), but the runs of a study may differ only in method "
+                                     "and seed; `run.sh compare` reports on any runs")
+        runs |= named([(arm, path) for path in paths])
     return runs
 
 
-def counting(names: set[str]) -> set[str]:
-    """Those settings that change more than rounding, but for the seed."""
+def relevant(names: set[str]) -> set[str]:
+    """Returns those settings that change more than rounding, without the seed."""
     return {name for name in names if not has_mark(Settings, name, FREE)} - {"seed"}
 
 
-def differences(runs: Runs) -> list[tuple[str, str, str]]:
-    """(setting, name, its values over the seeds) where runs differ in a setting that changes more
-    than rounding."""
-    made = {}  # name -> the settings of its runs
+def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
+    """Returns (setting, name, values over the seeds) of each relevant setting in which the runs
+    differ."""
+    settings = {}  # name -> the settings of its runs
     for name, by_seed in runs.items():
-        made[name] = [config_of(path)["settings"] for path in by_seed.values()]
-    every = {}
-    for settings in itertools.chain(*made.values()):
-        every |= settings
-    found = []
-    for key in every:
+        settings[name] = [config_of(path)["settings"] for path in by_seed.values()]
+    keys = dict.fromkeys(itertools.chain(*itertools.chain(*settings.values())))
+    rows = []
+    for key in keys:
         values = {}
-        for name, of_name in made.items():
-            values[name] = ", ".join(dict.fromkeys(str(s.get(key, "-")) for s in of_name))
-        if len({*values.values()}) > 1 and key in counting({*every}):
-            found += [(key, name, value) for name, value in values.items()]
-    return found
+        for name, of_runs in settings.items():
+            values[name] = ", ".join(dict.fromkeys(str(s.get(key, "-")) for s in of_runs))
+        if len({*values.values()}) > 1 and key in relevant({*keys}):
+            rows += [(key, name, value) for name, value in values.items()]
+    return rows

@@ -1,4 +1,8 @@
-"""The numbers of a report, on `runs`: arm -> seed -> folder."""
+"""The numbers of a report on several runs.
+
+`runs` is arm -> seed -> folder. An evaluation is a dict: the record of the phase with the numbers
+of `lab.page.report.evaluations`, and the arm, the seed and the episodes (see `evaluations`).
+"""
 
 import math
 from collections import defaultdict
@@ -14,7 +18,7 @@ from dpo import better
 from engine.models import read_model
 from lab.page import report
 from lab.runfiles import SOLVED, explorations_in, is_finished, phases_of
-from lab.study.methods import Runs, task_counts, trained
+from lab.study.methods import Runs, task_counts, training_phases
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010,
@@ -22,8 +26,11 @@ T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.
 
 
 def interval(values) -> dict | None:
-    """Mean and half the width of its 95% t interval over seeds (None for one; from 20 on that of
-    20); None without values."""
+    """Returns the number n of values, one per seed, their mean, and half the width of the 95% t
+    interval of the mean. Returns None if there are no values.
+
+    The half width is None for one value. For more than 20 values the quantile of 20 is used.
+    """
     values = np.asarray(list(values), dtype=float)
     n = len(values)
     if n == 0:
@@ -35,24 +42,28 @@ def interval(values) -> dict | None:
 
 
 def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
-    """a - b on the seeds that both have: interval, on how many a is ahead, and whether it is sure
-    who is: on three or more, and the interval excludes 0."""
+    """Returns the interval of a - b over the seeds that both have, or None if there are none.
+
+    `ahead` is the number of seeds on which a is larger. `sure` is True if there are three seeds or
+    more and the interval excludes 0.
+    """
     seeds = a.keys() & b.keys()
-    found = interval([a[seed] - b[seed] for seed in seeds])
-    if found is None:
+    lead = interval([a[seed] - b[seed] for seed in seeds])
+    if lead is None:
         return None
     ahead = sum(a[seed] > b[seed] for seed in seeds)
-    sure = found["n"] > 2 and abs(found["mean"]) > found["half"]
-    return found | dict(ahead=ahead, sure=sure)
+    sure = lead["n"] > 2 and abs(lead["mean"]) > lead["half"]
+    return lead | dict(ahead=ahead, sure=sure)
 
 
 # --------------------------------------------------------------------------- evaluations
 
 
 def evaluations(runs: Runs) -> list[dict]:
-    """What there is to say of the target's evaluations, with arm, seed and `episodes_by_task`. Of a
-    run without an agent called target all agents are evaluated, as arms "ARM: AGENT"."""
-    found = []
+    """Returns all evaluations of the target agent. `episodes_by_task` is task -> [(reward,
+    messages), ...]. If a run has no agent called target, all its agents count, and their arms are
+    called "ARM: AGENT"."""
+    evals = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
             of_run = report.evaluations(run, phases_of(run))
@@ -60,148 +71,151 @@ def evaluations(runs: Runs) -> list[dict]:
             for e in of_run:
                 if has_target and e["name"] != "target":
                     continue
-                of_task = defaultdict(list)  # task -> its episodes: reward, messages
+                by_task = defaultdict(list)
                 for row in read_jsonl(run / e["output"]):
-                    of_task[row["task"]].append((row["reward"], row.get("messages")))
+                    by_task[row["task"]].append((row["reward"], row.get("messages")))
                 label = arm if has_target else f"{arm}: {e['name']}"
-                found.append(e | dict(arm=label, seed=seed, finished=is_finished(run),
-                                      episodes_by_task=of_task))
-    return found
+                evals.append(e | dict(arm=label, seed=seed, finished=is_finished(run),
+                                      episodes_by_task=by_task))
+    return evals
 
 
-def on_common_tasks(found: list[dict]) -> tuple[list[dict], list[str]]:
-    """Return the evaluations on those tasks of a split that all of them have, and for each split
-    whose tasks differ a sentence that says so."""
-    tasks = {}  # split -> the tasks of each arm
-    for e in found:
-        tasks.setdefault(e["split"], {})[e["arm"], e["seed"]] = {*e["episodes_by_task"]}
+def on_common_tasks(evals: list[dict]) -> tuple[list[dict], list[str]]:
+    """Restricts the evaluations of each split to the tasks that all of them have. Returns them, and
+    a note for each split in which the tasks differ."""
+    tasks = defaultdict(dict)  # split -> (arm, seed) -> tasks
+    for e in evals:
+        tasks[e["split"]][e["arm"], e["seed"]] = {*e["episodes_by_task"]}
     notes = []
     common = {}
-    for split, of_runs in tasks.items():
-        common[split] = set.intersection(*of_runs.values())
-        counts = {arm: len(some) for (arm, _), some in of_runs.items() if some != common[split]}
+    for split, by_run in tasks.items():
+        common[split] = set.intersection(*by_run.values())
+        counts = {arm: len(own) for (arm, _), own in by_run.items() if own != common[split]}
         if counts:
             each = ", ".join(f"{arm} has {count}" for arm, count in counts.items())
             notes.append(f"The evaluated tasks of {split} differ: {each}; the "
                          f"{len(common[split])} that all have are compared.")
-    made = []
-    for e in found:
-        of_task = {task: episodes for task, episodes in e["episodes_by_task"].items()
+    restricted = []
+    for e in evals:
+        by_task = {task: episodes for task, episodes in e["episodes_by_task"].items()
                    if task in common[e["split"]]}
-        rewards = [reward for episodes in of_task.values() for reward, _ in episodes]
-        if len(of_task) < len(e["episodes_by_task"]) and rewards:
-            e = e | dict(reward=fmean(rewards), episodes_by_task=of_task,
-                         success=fmean(reward >= SOLVED for reward in rewards))
+        rewards = [reward for episodes in by_task.values() for reward, _ in episodes]
         if rewards:
-            made.append(e)
-    return made, notes
+            success = fmean(reward >= SOLVED for reward in rewards)
+            restricted.append(e | dict(reward=fmean(rewards), success=success,
+                                       episodes_by_task=by_task))
+    return restricted, notes
 
 
-def after_the_last(found: list[dict]) -> list[dict]:
-    """Of each run the evaluations after its last iteration."""
-    last = {(e["arm"], e["seed"]): e["i"] for e in sorted(found, key=lambda e: e["i"])}
-    return [e for e in found if e["i"] == last[e["arm"], e["seed"]]]
+def after_the_last(evals: list[dict]) -> list[dict]:
+    """Returns the evaluations after the last iteration of each run."""
+    last = {(e["arm"], e["seed"]): e["i"] for e in sorted(evals, key=lambda e: e["i"])}
+    return [e for e in evals if e["i"] == last[e["arm"], e["seed"]]]
 
 
-def last_of_both(found: list[dict], a: str, b: str) -> list[dict]:
-    """The evaluations of two arms after their last iterations; on a seed on which one of them has
-    not finished, after the last iteration that both have."""
-    last = after_the_last(found)
+def last_of_both(evals: list[dict], a: str, b: str) -> list[dict]:
+    """Returns the evaluations of two arms after their last iterations. On a seed on which one of
+    the runs has not finished, they are after the last iteration that both runs have."""
+    last = [e for e in after_the_last(evals) if e["arm"] in (a, b)]
     kept = []
     for seed in dict.fromkeys(e["seed"] for e in last):
-        i = {e["arm"]: e["i"] for e in last if e["seed"] == seed and e["arm"] in (a, b)}
-        if not all(e["finished"] for e in last if e["seed"] == seed and e["arm"] in (a, b)):
+        i = {e["arm"]: e["i"] for e in last if e["seed"] == seed}
+        if not all(e["finished"] for e in last if e["seed"] == seed):
             i = dict.fromkeys(i, min(i.values()))
-        kept += [e for e in found if e["seed"] == seed and e["i"] == i.get(e["arm"])]
+        kept += [e for e in evals if e["seed"] == seed and e["i"] == i.get(e["arm"])]
     return kept
 
 
-def identical(found: list[dict], a: str, b: str, split: str) -> bool:
-    """Return True if two arms played the same episodes of a split on all seeds that both have."""
-    of_arms = [{e["seed"]: e["episodes_by_task"] for e in found
-                if e["arm"] == arm and e["split"] == split} for arm in (a, b)]
-    common = of_arms[0].keys() & of_arms[1].keys()
-    return all(of_arms[0][seed] == of_arms[1][seed] for seed in common)
+def identical(evals: list[dict], a: str, b: str, split: str) -> bool:
+    """Returns True if two arms have the same episodes of a split on all seeds that both have."""
+    episodes = [values_by_seed(evals, "episodes_by_task", arm=arm, split=split) for arm in (a, b)]
+    common = episodes[0].keys() & episodes[1].keys()
+    return all(episodes[0][seed] == episodes[1][seed] for seed in common)
 
 
-def after_the_best(found: list[dict]) -> list[dict]:
-    """Of each run the evaluations after the iteration with the most reward on validation, of equal
-    ones the first. Where there are iterations, what SFT made is no choice."""
+def after_the_best(evals: list[dict]) -> list[dict]:
+    """Returns the evaluations of each run after the iteration with the highest reward on the
+    validation split, or the first of several such iterations. Iteration 0, which is the agent after
+    SFT, is chosen only if there is no other."""
     best = {}  # (arm, seed) -> its best evaluation on validation
-    for e in sorted(found, key=lambda e: e["i"]):
+    for e in sorted(evals, key=lambda e: e["i"]):
         if e["split"] == "validation":
             before = best.setdefault((e["arm"], e["seed"]), e)
             if before["i"] == 0 or better(e["reward"], before["reward"]):
                 best[e["arm"], e["seed"]] = e
     chosen = {run: e["i"] for run, e in best.items()}
-    return [e for e in found
+    return [e for e in evals
             if e["split"] != "validation" and e["i"] == chosen.get((e["arm"], e["seed"]))]
 
 
-def of_seeds(found: list[dict], key: str, **where) -> dict[int, float]:
-    """seed -> a number of those evaluations where all of this is so."""
-    return {e["seed"]: e[key] for e in found if where.items() <= e.items()}
+def values_by_seed(rows: list[dict], key: str, **where) -> dict:
+    """Returns seed -> the value of `key`, for the rows that have the values given in `where`."""
+    return {row["seed"]: row[key] for row in rows if where.items() <= row.items()}
 
 
 # --------------------------------------------------------------------- costs and explorations
 
 
 def cost(run: Path) -> dict:
-    """What a run took after the first SFT, and the tasks that evolution ended with."""
+    """Returns the cost of a run after the first SFT: optimiser steps, tokens and rollouts; and the
+    number of tasks at the end of evolution."""
     phases = phases_of(run)
-    target = trained(phases, "target")
-    played = [*explorations_in(phases), *target]  # by `evolve.py` while it trains
+    target = training_phases(phases, "target")
+    played = [*explorations_in(phases), *target]  # `evolve.py` plays while it trains
     return {"steps of the target": sum(row["steps"] for row in target),
-            "steps of all agents": sum(row["steps"] for row in trained(phases)),
+            "steps of all agents": sum(row["steps"] for row in training_phases(phases)),
             "tokens of the target": sum(row.get("tokens", 0) for row in target),
             "rollouts": sum(row.get("episodes", 0) for row in played),
             "tasks": [0, *task_counts(phases)][-1]}
 
 
 def explored(run: Path, agent: str | None = None) -> list[dict]:
-    """All explored trajectories of a run, or one agent's, as far as the files are there."""
+    """Returns the explored trajectories of a run, or of one of its agents. Files that were deleted
+    are skipped."""
     rows = []
-    for e in explorations_in(phases_of(run)):
-        if agent in (None, e["name"]) and (run / e["output"]).is_file():
-            rows += read_jsonl(run / e["output"])
+    for phase in explorations_in(phases_of(run)):
+        if agent in (None, phase["name"]) and (run / phase["output"]).is_file():
+            rows += read_jsonl(run / phase["output"])
     return rows
 
 
 def explored_alike(runs: Runs, a: str, b: str) -> bool:
-    """Return True if two arms explored the same episodes on all seeds that both have."""
-    texts = []
-    for arm in a, b:
-        texts.append({seed: [(row["task"], row["reward"], row.get("messages"))
-                             for row in explored(run)]
-                      for seed, run in runs.get(arm, {}).items()})
-    return all(texts[0][seed] == texts[1][seed] for seed in texts[0].keys() & texts[1].keys())
+    """Returns True if two arms explored the same episodes on all seeds that both have."""
+    first, other = runs.get(a, {}), runs.get(b, {})
+    for seed in first.keys() & other.keys():
+        episodes = [[(row["task"], row["reward"], row.get("messages")) for row in explored(run)]
+                    for run in (first[seed], other[seed])]
+        if episodes[0] != episodes[1]:
+            return False
+    return True
 
 
 def shares(runs: Runs, threshold: float) -> list[dict]:
-    """Of what each run has explored, if anything, the shares of successes, of rewards below the
-    threshold, and of failures from there on."""
-    found = []
+    """Returns the shares of each run's explored trajectories that are a success, have a reward
+    below the threshold, or are a hard negative: a failure with a reward of at least the
+    threshold. Runs without explored trajectories are skipped."""
+    rows = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
             rewards = np.array([row["reward"] for row in explored(run)])
-            if not len(rewards):
-                continue
-            solved = rewards >= SOLVED
-            below = rewards < threshold
-            of_run = {"success": solved, "negative": below, "hard negative": ~solved & ~below}
-            found.append(dict(arm=arm, seed=seed, threshold=threshold))
-            found[-1] |= {name: float(np.mean(each)) for name, each in of_run.items()}
-    return found
+            if len(rewards):
+                solved, below = rewards >= SOLVED, rewards < threshold
+                rows.append({"arm": arm, "seed": seed, "threshold": threshold,
+                             "success": float(solved.mean()), "negative": float(below.mean()),
+                             "hard negative": float((~solved & ~below).mean())})
+    return rows
 
 
-# Figure 3: how much the failures of an instruction differ, 1 - cos of their embeddings.
+# The paper's Figure 3 shows by how much the failures of an instruction differ: the distance is
+# 1 - cos of their embeddings.
 FIGURE_3 = {"eto": ("eto", "target"), "coevolve: target": ("coevolve", "target"),
             "coevolve: failure": ("coevolve", "failure")}
 
 
 def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
-    """agent -> seed -> task -> distance of its failures, over the seeds that ETO and co-evolution
-    both have; embedded by the SFT agent that both start from."""
+    """Returns the mean distance between an agent's failures of a task: agent -> seed -> task ->
+    distance. It covers the seeds that ETO and co-evolution both have. The failures are embedded by
+    the SFT agent that both methods start from."""
     found = defaultdict(dict)
     for seed in runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys():
         folder = runs["coevolve"][seed] / "sft-target"
@@ -213,28 +227,27 @@ def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def distances(rows: list[dict], embed) -> dict[str, float]:
-    """The mean pairwise distance of each instruction's failures, where it has two at least."""
+    """Returns the mean distance between two failures of a task, for each task with at least two.
+    Trajectories without action tokens have no embedding and are skipped."""
     vectors = defaultdict(list)
     for row in rows:
         if row["reward"] < SOLVED and any(row["action_mask"]):
             vectors[row["task"]].append(embed(row))
-    found = {}
-    for task, of_task in vectors.items():
-        if len(of_task) > 1:
-            found[task] = mean_distance(np.stack(of_task))
-    return found
+    return {task: mean_distance(np.stack(of_task)) for task, of_task in vectors.items()
+            if len(of_task) > 1}
 
 
 def mean_distance(vectors: np.ndarray) -> float:
-    """Mean over all pairs of 1 - cos, of vectors (n, d), n >= 2."""
+    """Returns the mean of 1 - cos over all pairs of vectors (n, d), n >= 2."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = (unit @ unit.T)[np.triu_indices(len(unit), 1)]
     return float(1 - cosines.mean())
 
 
 def embedder(folder: Path):
-    """embed(row of a trajectory) -> (d,), the mean of the last layer's hidden states, of the agent
-    in a folder, over the action tokens."""
+    """Loads the agent in a folder, and returns a function that embeds a trajectory, given as a row
+    of its file. The embedding (d,) is the mean of the last layer's hidden states over the action
+    tokens."""
     transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = read_model(folder, device=device).base_model.eval()

@@ -1,11 +1,12 @@
-"""A study: arms x seeds as ordinary runs, then one report on what differs between them.
+"""A study runs arms x seeds as ordinary runs, and then writes a report on their differences.
 
     bash run.sh study webshop                              the first system's arms, five seeds
     bash run.sh study webshop --methods eto coevolve --beta 0.2 --out runs/study-beta-0.2
-    bash run.sh study webshop --report                     the report on what is there so far
+    bash run.sh study webshop --report                     the report on the finished runs so far
 
-A run is in `STUDY/METHOD-sSEED`, its output in `METHOD-sSEED.log`: a study that was stopped goes on
-where it was. Settings that are not the study's own are given to every run that reads them.
+A run is in the folder STUDY/METHOD-sSEED, and its output in METHOD-sSEED.log. To resume a study
+that was stopped, repeat its command. Other settings, such as --beta, are passed to every run that
+reads them.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from lab.study.methods import ARMS, COMPARED, FIRST, finished, flags, method_of,
 
 ROOT = Path(__file__).parents[2]
 GPU = shutil.which("nvidia-smi") is not None
-running = set()  # processes of `launch`
+running = set()  # processes that `launch` started
 
 
 def make_runs(
@@ -38,113 +39,115 @@ def make_runs(
     more: list[str],
     jobs: int,
 ) -> None:
-    """Makes the runs that are missing; finished ones say so themselves and end.
+    """Makes the runs of a study. Runs that are already finished end at once.
 
     Args:
         env: The environment.
-        arms: In such an order that a run comes after those that it takes something from.
-        seeds: Each arm has a run of each.
-        folder: The study's.
-        more: Settings for all runs that read them.
-        jobs: How many runs go side by side.
+        arms: The arms. An arm comes after the arms that it takes values from.
+        seeds: The seeds. Each arm has one run per seed.
+        folder: The study's folder.
+        more: Settings for all runs that read them, as flags and values.
+        jobs: Number of runs at the same time.
     """
-    given = {arm: read_by(arm, arms, more) for arm in arms}
-    for arm in arms:  # what one of them refuses is said before all
-        parse(["--env", env, *given[arm], "--method", method_of(arm)], Settings, METHODS,
+    settings = {arm: read_by(arm, arms, more) for arm in arms}
+    for arm in arms:  # report wrong settings before any run starts
+        parse(["--env", env, *settings[arm], "--method", method_of(arm)], Settings, METHODS,
               environment)
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
-    started = {}
+    started = {}  # (seed, arm) -> future
 
-    def one(seed: int, arm: str) -> None:
+    def make_run(seed: int, arm: str) -> None:
         for other in needed_by(arm):
             started[seed, other].result()
         if any(run.done() and run.exception() for run in list(started.values())):
-            return  # the study ends
+            return  # another run failed, so the study ends
         name = f"{arm}-s{seed}"
-        words = [*given[arm], *flags(arm, folder, seed), "--seed", str(seed),
+        words = [*settings[arm], *flags(arm, folder, seed), "--seed", str(seed),
                  "--out", str(folder / name)]
         print(f"study: {' '.join(words)}", flush=True)
         launch(env, words, folder / f"{name}.log")
-        finished(folder)  # refuses runs of different settings
+        finished(folder)  # raises UsageError if runs have different settings
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed, arm in itertools.product(seeds, arms):
-            started[seed, arm] = pool.submit(one, seed, arm)
+            started[seed, arm] = pool.submit(make_run, seed, arm)
     for run in started.values():
         run.result()
 
 
 def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
-    """Of some flags and values those that an arm reads, and those that none of the arms reads, to
-    be refused."""
+    """Returns those flags of `more`, with their values, that an arm reads. Flags that no arm of the
+    study reads are included, so that parsing them raises an error."""
     reads = {}  # arm -> its flags
     for other in arms:
         reads[other] = {flag(name) for name in names_in(METHODS[method_of(other)].reads)}
     others = set.union(*reads.values()) - reads[arm]
     kept = []
-    mine = True
-    for word in more:  # a flag, or what is given with the one before it
+    is_kept = True
+    for word in more:  # a flag, or a value of the flag before it
         if word.startswith("--"):
-            mine = word.split("=")[0] not in others
-        if mine:
+            is_kept = word.split("=")[0] not in others
+        if is_kept:
             kept.append(word)
     return kept
 
 
 def launch(env: str, words: list[str], log: Path) -> None:
-    """`run.sh ENV WORDS`, its output in `log`. Refused unless it ends with 0."""
-    with open(log, "a") as to:
-        child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *words], stdout=to, stderr=to,
-                                 env=os.environ | {"PYTHON": sys.executable})
+    """Runs `run.sh ENV WORDS` with its output in `log`. Raises UsageError if it fails."""
+    with open(log, "a") as output:
+        child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *words], stdout=output,
+                                 stderr=output, env=os.environ | {"PYTHON": sys.executable})
         running.add(child)
         status = child.wait()
         running.remove(child)
     if status:
-        raise UsageError(f"{words[-1]} ended with status {status} ({log} says why); once its reason "
-                      "is gone, the same command goes on from here")
+        raise UsageError(f"{words[-1]} ended with status {status}; {log} has the reason. Fix it "
+                         "and rerun the same command to resume")
 
 
 def stop(number: int, _) -> None:
-    """Ctrl-C and SIGTERM end the runs too; each goes on from where it was."""
+    """Ends the study and its runs after Ctrl-C or SIGTERM. The runs can be resumed."""
     for child in list(running):
         child.terminate()
-    os.write(2, b"study: stopped; the same command goes on from here\n")
+    os.write(2, b"study: stopped; rerun the same command to resume\n")
     os._exit(128 + number)
 
 
 def main(argv: list[str]) -> None:
-    made_by = "\n".join(f"  {arm:24} {given}" for arm, given in ARMS.items())
+    arms = "\n".join(f"  {arm:24} {words}" for arm, words in ARMS.items())
     parser = argparse.ArgumentParser(
         prog="run.sh study", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="methods, and their settings; {...} is what co-evolution, or evolution, took or had "
-               f"on the seed, whose runs are made, too:\n{made_by}")
+        epilog="Methods and their settings. A value in {...} is taken from the run of coevolve or "
+               f"evolve with the same seed, which is then made, too:\n{arms}")
     parser.add_argument("env", metavar="ENV", choices=ENVIRONMENTS, help=", ".join(ENVIRONMENTS))
     parser.add_argument("--methods", nargs="+", choices=[*ARMS], metavar="METHOD",
-                        default=list(FIRST), help="some of those below [those of the first system]")
+                        default=list(FIRST),
+                        help="methods from the list below [all methods of the first system]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
-                        help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
+                        help="seeds; 0 to 2 were used to choose the default settings "
+                        "[3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
-    parser.add_argument("--jobs", type=count, help="runs side by side [of the tiny model without a "
-                        "GPU one a core, at most 8; else 1]")
-    parser.add_argument("--report", action="store_true", help="no run, only the report")
-    asked, more = parser.parse_known_args(argv)
-    folder = asked.out or Path(f"runs/study-{asked.env}")
+    parser.add_argument("--jobs", type=count, help="number of runs at the same time [one per core, "
+                        "at most 8, for the tiny model without a GPU; else 1]")
+    parser.add_argument("--report", action="store_true", help="only write the report, run nothing")
+    args, more = parser.parse_known_args(argv)
+    folder = args.out or Path(f"runs/study-{args.env}")
     if {"--method", "--seed"} & {word.split("=")[0] for word in more}:
         raise UsageError("a study takes --methods and --seeds, not --method and --seed")
-    if not asked.report:
-        wanted = {*asked.methods, *itertools.chain(*map(needed_by, asked.methods))}
+    if not args.report:
+        wanted = {*args.methods, *itertools.chain(*map(needed_by, args.methods))}
         small = not GPU and not any(word.startswith("--model") for word in more)
-        if small:  # the cores of a machine must not change what a study finds
+        if small:  # the number of cores must not change the results of a study
             os.environ["OMP_NUM_THREADS"] = "1"
-        make_runs(asked.env, [arm for arm in ARMS if arm in wanted],
-                  list(dict.fromkeys(asked.seeds)), folder, more,
-                  asked.jobs or (min(os.cpu_count(), 8) if small else 1))
+        make_runs(args.env, [arm for arm in ARMS if arm in wanted],
+                  list(dict.fromkeys(args.seeds)), folder, more,
+                  args.jobs or (min(os.cpu_count(), 8) if small else 1))
     runs = finished(folder)
     if not runs:
-        raise UsageError(f"{folder}: no finished run in it (METHOD-sSEED with result.json)")
-    print(write_report(f"Study on {asked.env}", runs, folder / "report", COMPARED))
-    print(f"study: {folder / 'report'} holds this, the numbers and the figures")
+        raise UsageError(f"{folder}: it has no finished run (METHOD-sSEED with result.json)")
+    print(write_report(f"Study on {args.env}", runs, folder / "report", COMPARED))
+    print(f"study: {folder / 'report'} contains this report, its numbers and its figures")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-// The task browser of a page: its list, its filters, and one task's conversations side by side.
-// What a run's files say becomes text nodes only.
+// The task browser of a page: the list of tasks, its filters, and the conversations of one task,
+// side by side. Content of a run's files becomes text nodes only, so it is never markup.
 
 const $ = id => document.getElementById(id);
 const bytes = Uint8Array.from(atob($("data").textContent), c => c.charCodeAt(0));
 const data = await new Response(
   new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 const ENDINGS = {done: "done", turn_limit: "turn limit", context_limit: "context limit", refused: "refused"};
-// Classes of agents with a colour of their own, in page.css; agents of other names share OTHERS.
+// Classes in page.css for the colours of agents. Agents with other names share those in OTHERS.
 const KNOWN = ["expert", "target", "failure", "positive"], OTHERS = ["one", "two", "three"];
 const PHONE = "(max-width: 900px)"; // as in page.css
 
-// ---------------------------------------------------------------------------------- reading
+// ----------------------------------------------------------------------------------- data
 
-function read(run) { // a trajectory with its opening and its turns
+function read(run) { // returns a trajectory with its opening and its turns
   const [opening, turns] = [[], []];
   for (const [n, {role, content}] of (run.messages || []).entries()) {
     if (n < run.opening) opening.push(content);
@@ -22,23 +22,25 @@ function read(run) { // a trajectory with its opening and its turns
   return {...run, opening, turns};
 }
 
-function split(reply) { // what is before the action, and the action
-  const at = reply.lastIndexOf("Action:");
-  if (at < 0) return {thought: "", action: reply};
-  return {thought: reply.slice(0, at).replace(/^\s*Thought:/, ""), action: reply.slice(at + 7)};
+function split(reply) { // returns the thought before the action, and the action
+  const start = reply.lastIndexOf("Action:");
+  if (start < 0) return {thought: "", action: reply};
+  return {thought: reply.slice(0, start).replace(/^\s*Thought:/, ""),
+    action: reply.slice(start + 7)};
 }
 
 const words = text => text.split(/\s+/).filter(Boolean);
 const acts = turn => turn && words(split(turn.reply).action).join(" ");
 
-function partingTurn(a, b) { // the first turn, from 0, with different actions; null without one
+// Returns the index of the first turn with different actions, or null if there is none.
+function partingTurn(a, b) {
   if (!a.messages || !b.messages) return null;
   for (let n = 0; n < Math.max(a.turns.length, b.turns.length); n++)
     if (acts(a.turns[n]) !== acts(b.turns[n])) return n;
   return null;
 }
 
-function course(runs, agent) { // [iteration, mean reward] of an agent, in order
+function course(runs, agent) { // returns [iteration, mean reward] pairs of an agent, in order
   const by = new Map();
   for (const run of runs.filter(run => run.agent === agent))
     by.set(run.iteration, [...(by.get(run.iteration) || []), run.reward]);
@@ -46,7 +48,7 @@ function course(runs, agent) { // [iteration, mean reward] of an agent, in order
     .map(([i, all]) => [i, all.reduce((a, b) => a + b) / all.length]);
 }
 
-// Whether in an iteration another agent's failure is above one of the target's rewards.
+// Returns true if another agent's failure has a higher reward than the target in some iteration.
 const isAbove = runs => runs.some(a => a.agent !== "target" && a.reward < data.success
   && runs.some(b => b.agent === "target" && b.iteration === a.iteration && b.reward < a.reward));
 
@@ -67,7 +69,7 @@ const tasks = data.tasks.map((task, order) => {
 const agents = [...new Set([...data.agents, // in the order in which the run made them
   ...tasks.flatMap(task => Object.keys(task.courses))])];
 
-// ----------------------------------------------------------------------------------- making
+// ------------------------------------------------------------------------------- elements
 
 function make(tag, properties, ...children) {
   const element = document.createElement(tag);
@@ -88,7 +90,8 @@ const region = (className, label, ...children) =>
 const table = (heads, rows) => make("table", {},
   make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
 
-// Characters that show nothing or turn the reading order are named, and stay in the text.
+// Invisible characters and those that change the text direction stay in the text. The page shows
+// their names.
 const HIDDEN = new RegExp("([\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b-\\u200f"
   + "\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ud800-\\udfff])", "u");
 
@@ -98,7 +101,7 @@ function visible(text) {
     n % 2 ? make("span", {className: "control", "data-name": name(part)}, part) : part);
 }
 
-function written(page, known) { // what the opening said already is "..."
+function written(page, known) { // parts that the opening contains are shortened to "..."
   return page.split(/( \[SEP\] | \| )/).flatMap(part => known.has(part.trim())
     ? [make("span", {className: "known", title: part}, part)] : visible(part));
 }
@@ -111,16 +114,16 @@ const fixed = (x, digits) =>
 const signed = x => (x > 0 ? "+" : "") + fixed(x, 2);
 const pill = reward => say("span", "reward " + grade(reward), show(reward));
 function classOf(agent) {
-  const at = agents.filter(name => !KNOWN.includes(name)).indexOf(agent);
-  return "agent " + (KNOWN.includes(agent) ? agent : OTHERS[at % OTHERS.length]);
+  const index = agents.filter(name => !KNOWN.includes(name)).indexOf(agent);
+  return "agent " + (KNOWN.includes(agent) ? agent : OTHERS[index % OTHERS.length]);
 }
 const named = agent => say("span", classOf(agent), ...visible(agent));
 
 // ------------------------------------------------------------------------------------- list
 
-const COLUMNS = [["task", ""], ["rewards", "each agent's in each iteration, a row an agent"],
+const COLUMNS = [["task", ""], ["rewards", "rewards by iteration, one row per agent"],
   ["hardest", "highest reward of a failure"],
-  ["change", "of the target's reward, the last minus the first"]];
+  ["change", "last reward of the target minus its first one"]];
 const WANTED = {
   all: () => true,
   hard: t => t.hardest !== null && t.hardest >= data.hard,
@@ -137,12 +140,12 @@ const COURSES = {
   worse: t => t.change < -1e-9};
 let listed = [], current = null;
 
-function ordered(found, by) {
+function ordered(list, by) {
   const sign = by.startsWith("-") ? -1 : 1, key = by.replace("-", "");
   if (key === "task")
-    return found.sort((a, b) => a.id.localeCompare(b.id, "en", {numeric: true}));
+    return list.sort((a, b) => a.id.localeCompare(b.id, "en", {numeric: true}));
   const value = t => key === "telling" ? t.order : key === "pairs" ? t.pairs.length : t[key];
-  return found.sort((a, b) => (value(a) === null) - (value(b) === null)
+  return list.sort((a, b) => (value(a) === null) - (value(b) === null)
     || sign * (value(a) - value(b)) || a.order - b.order);
 }
 
@@ -161,10 +164,10 @@ function filter() {
 }
 
 function row(task) {
-  const told = agent => `${agent}: ` + task.courses[agent]
+  const rewards = agent => `${agent}: ` + task.courses[agent]
     .map(([i, reward]) => `${show(reward)} in iteration ${i}`).join(", ");
   const squares = agent => make("div", {}, make("span",
-    {className: "squares", role: "img", "aria-label": told(agent), title: told(agent)},
+    {className: "squares", role: "img", "aria-label": rewards(agent), title: rewards(agent)},
     ...task.courses[agent].slice(-8).map(([, reward]) => say("i", grade(reward)))));
   return make("tr", {"data-task": task.id, onclick: () => open(task)},
     say("td", "left", button("", visible(task.say || task.id)),
@@ -174,7 +177,8 @@ function row(task) {
     make("td", {}, task.change === null ? "\u2013" : signed(task.change)));
 }
 
-function mark() { // the row of the current task; Tab enters the list there and leaves it after it
+// Marks the row of the current task. It is the only row in the order of the Tab key.
+function mark() {
   const rows = [...$("list").querySelectorAll("tr[data-task]")];
   const chosen = rows.find(tr => current && tr.dataset.task === current.id);
   for (const tr of rows) {
@@ -186,11 +190,11 @@ function mark() { // the row of the current task; Tab enters the list there and 
 
 // --------------------------------------------------------------------------------- one task
 
-// Of the current task: its trajectories; numbers of those that are shown; the chosen pair and
-// iteration (null: none, "all").
+// The trajectories of the current task, the indices of those that are shown, the selected pair (or
+// null), and the selected iteration (null for none, or "all").
 let runs = [], columns = [], pair = null, iteration = null;
 
-// GRPO plays a task again in each step; elsewhere an iteration does.
+// GRPO plays a task again in each step, other methods in each iteration.
 const unit = run => run.from.endsWith("/episodes") ? "step" : "iteration";
 const numbers = wanted => runs.map((run, n) => n).filter(n => wanted(runs[n]));
 const ofIteration = i => numbers(run => run.agent === "expert" || run.iteration === i);
@@ -203,7 +207,7 @@ function open(task, atStart) {
   if (explored.length) {
     iteration = Math.max(...explored.map(run => run.iteration));
     columns = ofIteration(iteration);
-  } else { // of an evaluated task: the target before and after, the others after
+  } else { // an evaluated task: the first result of the target, and the last one of each agent
     const first = runs.findIndex(run => run.agent === "target");
     const again = n => runs.slice(n + 1).some(run => run.agent === runs[n].agent);
     columns = runs.map((run, n) => n).filter(n => n === first || !again(n));
@@ -216,7 +220,7 @@ function open(task, atStart) {
   if (matchMedia(PHONE).matches) $("detail").scrollIntoView();
 }
 
-function choose(i) { // an iteration, or "all"
+function choose(i) { // selects an iteration, or "all"
   iteration = i;
   pair = null;
   columns = i === "all" ? numbers(() => true) : ofIteration(i);
@@ -227,30 +231,30 @@ function draw() {
   const task = current, shown = columns.map(n => runs[n]);
   const opening = (shown[0] || runs[0]).opening;
   $("detail").replaceChildren(
-    say("p", "steps", button("plain back", "to the list", toList),
+    say("p", "steps", button("plain back", "back to the list", toList),
       button("plain", "\u2039", () => step(-1), {"aria-label": "previous task"}),
       button("plain", "\u203a", () => step(1), {"aria-label": "next task"})),
     say("div", "head", make("h3", {}, ...visible(task.say || task.id)),
       say("p", "id", ...visible(task.id)),
-      opening.length ? make("details", {}, make("summary", {}, "What the agent reads first"),
+      opening.length ? make("details", {}, make("summary", {}, "First messages to the agent"),
         say("div", "opening", ...visible(opening.join("\n\n")))) : ""),
     say("div", "overview", map(), pairs()), talk(shown));
   fit();
 }
 
-function fit() { // "all of it" stands where something is cut off
+function fit() { // shows the button "show all" under texts that are cut off
   const cut = text => !text.classList.contains("clamped")
     || text.scrollHeight > text.clientHeight + 1;
-  const texts = [...$("detail").querySelectorAll(".page")], found = texts.map(cut);
-  for (const [n, text] of texts.entries()) text.nextElementSibling.hidden = !found[n];
+  const texts = [...$("detail").querySelectorAll(".page")], isCut = texts.map(cut);
+  for (const [n, text] of texts.entries()) text.nextElementSibling.hidden = !isCut[n];
 }
 
-function redraw(selector) { // and the focus is where it was
+function redraw(selector) { // draws again, and moves the focus back to the element
   draw();
   $("detail").querySelector(selector)?.focus({preventScroll: true});
 }
 
-// Every trajectory of the task, agents x iterations: a click shows or hides it.
+// Returns the map of all trajectories of the task, agents x iterations. A click shows or hides one.
 function map() {
   const iterations = [...new Set(runs.filter(run => run.agent !== "expert")
     .map(run => run.iteration))].sort((a, b) => a - b);
@@ -285,34 +289,34 @@ function chip(n) {
       + show(run.reward)});
 }
 
-// How many turns of a rejected trajectory are learned from.
+// Returns the number of turns of a rejected trajectory that training uses (--cut-turns).
 function longest() {
   const expert = runs.find(run => run.agent === "expert");
   return expert && data.cut_turns >= 0 ? expert.turns + data.cut_turns : Infinity;
 }
 
-const HEADS = [["pair", "left"], ["trains", "left"], ["parts at turn"], ["weight"], ["SFT weight"],
+const HEADS = [["pair", "left"], ["trains", "left"], ["differs at"], ["weight"], ["SFT weight"],
   ["margin"], ["log p chosen"], ["log p rejected"]];
 
-function pairs() { // those made in the chosen iteration, or all
+function pairs() { // returns a table of the pairs of the selected iteration, or of all
   if (!current.pairs.length) return null;
   const all = current.pairs.map((pair, n) => ({...pair, n}));
   const shown = typeof iteration === "number" ? all.filter(p => p.iteration === iteration) : all;
   if (!shown.length)
-    return say("p", "note", "No pair was made of these trajectories.");
+    return say("p", "note", "These trajectories are in no pair.");
   const measured = shown.some(p => p.first);
-  return say("div", "pairs", region("scroll", "Pairs made of these trajectories", table(
+  return say("div", "pairs", region("scroll", "Pairs of these trajectories", table(
     HEADS.map(([name, side]) => make("th", {scope: "col", className: side || ""}, name)),
     shown.map(pairRow))),
     say("p", "note", (measured
-      ? "Margin and log-probabilities in nats, as training saw them first \u2192 last. "
-      : "") + "Choose a pair to see its two sides."));
+      ? "Margin and log-probabilities are in nats, in the first \u2192 last training step. "
+      : "") + "Select a pair to see its two sides."));
 }
 
 function pairRow(made) {
   const {n, iteration: i, trains, kind, chosen, rejected, weight, first, last} = made;
   const a = runs[chosen], b = runs[rejected], parted = partingTurn(a, b);
-  const side = run => [named(run.agent), // a buffer has those of earlier iterations
+  const side = run => [named(run.agent), // with a buffer, sides may be from earlier iterations
     run.iteration && run.iteration !== i ? ` (${run.iteration})` : "", ` ${show(run.reward)}`];
   const moved = (what, digits) => make("td", {}, first
     ? `${fixed(first[what], digits)} \u2192 ${fixed(last[what], digits)}` : "\u2013");
@@ -323,20 +327,21 @@ function pairRow(made) {
   };
   return make("tr", {"aria-selected": String(pair === n), "data-pair": String(n), title: kind},
     say("td", "left", button("", [...side(a), say("span", "arrow", ">"), ...side(b)], toggle),
-      b.turns > longest() ? make("small", {}, `its first ${longest()} turns`) : null),
+      b.turns > longest() ? make("small", {}, `first ${longest()} turns only`) : null),
     say("td", "left", ...visible(trains), typeof iteration === "number" ? "" : `, ${i}`),
     make("td", {}, parted === null ? "\u2013" : String(parted + 1)),
     make("td", {}, weight.toFixed(2)), make("td", {}, made.sft_weight.toFixed(2)),
     moved(2, 2), moved(0, 1), moved(1, 1));
 }
 
-// The chosen trajectories, a column each, turn beside turn; each is compared with the first.
+// Returns the shown trajectories, one column each, aligned by turn. Each one is compared with the
+// first one.
 function talk(shown) {
   if (!shown.length)
-    return say("p", "note", "Choose a reward above to see how it came about.");
+    return say("p", "note", "Select a reward above to see its conversation.");
   if (shown.every(run => !run.messages))
-    return say("p", "note", "The page had no room for these conversations; run.sh page "
-      + "--megabytes makes more.");
+    return say("p", "note", "To limit its size, this page leaves out these conversations. "
+      + "bash run.sh page RUN --megabytes N makes a larger page.");
   const parted = shown.map((run, n) => n ? partingTurn(shown[0], run) : undefined);
   const known = new Set(shown[0].opening.flatMap(text => text.split(/ \[SEP\] | \| |\n/))
     .map(piece => piece.trim()).filter(piece => piece.length > 40));
@@ -365,8 +370,8 @@ function who(run, n, parted, first) {
   const where = run.agent === "expert" ? "" : ` \u00b7 ${unit(run)} ${run.iteration}`
     + (several ? ` \u00b7 rollout ${run.rollout}` : "");
   const compared = !n || !run.messages || !first.messages ? ""
-    : parted === null ? `, acts as the ${first.agent} does`
-      : `, parts from the ${first.agent} at turn ${parted + 1}`;
+    : parted === null ? `, same actions as the ${first.agent}`
+      : `, differs from the ${first.agent} at turn ${parted + 1}`;
   return say("div", "who " + side, named(run.agent), where + " ", pill(run.reward), " ",
     side ? say("span", "tag " + side, side) : null,
     make("p", {}, `${run.turns} turn${run.turns === 1 ? "" : "s"}${compared}`));
@@ -379,8 +384,8 @@ function cell(run, turn, parted, known, first, n) {
   const beyond = pair !== null && n === 1 && turn >= longest();
   return say("div", `turn ${state}${beyond ? " beyond" : ""}`,
     say("span", "number", String(turn + 1)),
-    state === "parts" ? say("div", "here", `parts from the ${first.agent} here`) : null,
-    beyond && turn === longest() ? say("div", "here", "from here on not learned from") : null,
+    state === "parts" ? say("div", "here", `differs from the ${first.agent} here`) : null,
+    beyond && turn === longest() ? say("div", "here", "training leaves out the rest") : null,
     thought.trim() ? say("div", "thought", ...visible(thought.trim())) : null,
     say("div", "action", ...visible(action.trim())),
     ...(page === null ? [] : observation(page, known)));
@@ -388,9 +393,9 @@ function cell(run, turn, parted, known, first, n) {
 
 function observation(page, known) {
   const text = say("div", "page clamped", ...written(page, known));
-  const more = button("all", "all of it", () => {
+  const more = button("all", "show all", () => {
     const clamped = text.classList.toggle("clamped");
-    more.textContent = clamped ? "all of it" : "less";
+    more.textContent = clamped ? "show all" : "show less";
     more.setAttribute("aria-expanded", String(!clamped));
   }, {"aria-expanded": "false"});
   return [text, more];
@@ -398,9 +403,9 @@ function observation(page, known) {
 
 // ----------------------------------------------------------------------------- keys and start
 
-function step(by) { // to the next task of the list, or the one before
-  const at = listed.findIndex(task => current && task.id === current.id);
-  const to = at < 0 ? 0 : at + by;
+function step(by) { // opens the next task of the list (1), or the previous one (-1)
+  const index = listed.findIndex(task => current && task.id === current.id);
+  const to = index < 0 ? 0 : index + by;
   if (to < 0 || to >= listed.length) return;
   const inList = $("list").contains(document.activeElement);
   open(listed[to]);
@@ -416,10 +421,11 @@ function toList() {
 }
 
 function turnIteration(by) {
-  const found = [...$("detail").querySelectorAll("[data-iteration]")]
+  const iterations = [...$("detail").querySelectorAll("[data-iteration]")]
     .map(element => element.dataset.iteration);
-  const to = found.indexOf(String(iteration)) + by;
-  if (to >= 0 && to < found.length) choose(found[to] === "all" ? "all" : Number(found[to]));
+  const to = iterations.indexOf(String(iteration)) + by;
+  if (to >= 0 && to < iterations.length)
+    choose(iterations[to] === "all" ? "all" : Number(iterations[to]));
 }
 
 const KEYS = {
