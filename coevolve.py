@@ -792,8 +792,7 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
     # Presets change the defaults: "tiny" for a model, "eto" for ETO's protocol, "--method eto" for
     # a method. If several presets apply, the last one wins. Environments define further presets.
-    presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
-                            lambda_sft=0.5),
+    presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
                "--method eto": dict(lambda_sft=0.0, pair_weights="none"),  # DPO alone
                "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1,

@@ -111,7 +111,8 @@ def lock(folder: Path):
     A disk that does not support locks is used without one. Raises UsageError if another process
     holds the lock.
     """
-    lock = FileLock(folder / "lock")
+    # A singleton is reentrant in its process, so a notebook can repeat a cell that failed.
+    lock = FileLock(folder / "lock", is_singleton=True)
     try:
         lock.acquire(blocking=False)
     except Timeout:

@@ -778,7 +778,7 @@ def test_a_flag_that_is_wrong_is_named_with_its_remedy(
 
 
 @pytest.mark.parametrize("flags, values", [
-    ("", dict(train_tasks=100, iterations=3, view="short", lambda_sft=0.5,
+    ("", dict(train_tasks=100, iterations=3, view="short", lambda_sft=1.0,
               pair_weights="instruction")),  # of the shop, with tiny
     ("--method eto", dict(view="short", lambda_sft=0.0, pair_weights="none")),
     ("--method eto --lambda-sft 0.5", dict(lambda_sft=0.5, pair_weights="none")),
