@@ -3,13 +3,13 @@
 This is the method in pseudocode, where SFT is supervised fine-tuning, DPO is direct preference
 optimisation, and a > b means that a is preferred to b:
 
-    target, failure = SFT(experts, one seed), SFT(experts, another)                Eq. (3)-(5)
+    target, failure = SFT(experts, one order), SFT(experts, another order)         Eq. (3)-(5)
     for K iterations:
         both agents run episodes of every training task
-        failure <- DPO(better failure > worse failure, of both agents)             Eq. (6), (7)
+        failure <- DPO(better failure > worse failure, any two failures of a task) Eq. (6), (7)
         target  <- weighted DPO(expert > own rollout, expert > failure agent's rollout,
-                                better failure > worse failure)                    Eq. (8), (9)
-                   + lambda_SFT x SFT(chosen trajectories that are no agent's failures)
+                                better failure > worse failure, one of each agent) Eq. (8), (9)
+                   + lambda_SFT x SFT(chosen experts and successful rollouts)
 
 Read this file from the top, then `dpo.py`, which turns tokens into gradients, and `envs.py`, which
 runs an episode with text in and text out. These three files are the method. The code in `engine/`
@@ -67,12 +67,11 @@ class Agent:
 
 
 # To add a method, add a line here and one to METHODS below. To add a role, add a branch to
-# make_pairs.
+# make_pairs. train_preferences uses the loss of Eq. (7) for every role but D_tgt.
 TARGET = Agent("target", "D_tgt")
 AGENTS = {"sft": [TARGET],
-          # ETO is "a DPO-only baseline" [Section 5.1]. Without a second agent, D_tgt contains the
-          # same pairs as in ETO. The preset "--method eto" turns off the weights and the SFT term
-          # of Section 4.3.
+          # ETO is "a DPO-only baseline" [Section 5.1]. With a single agent, D_tgt has the pairs of
+          # ETO. The preset "--method eto" sets lambda_sft to 0 and the weights of all pairs to 1.
           "eto": [TARGET],
           "coevolve": [TARGET, Agent("failure", "D_fail")],
           # The control experiment has a positive agent, "trained in the same manner as ETO"
@@ -88,9 +87,10 @@ def coevolve(run: Run) -> None:
 
     `once(output, phase, *files, **values)` calls phase(run, out, *files, **values), unless the
     output already exists and was made from the same files and values. It returns the path of the
-    output. If you edit a file, the phases that read it run again. When a run resumes, its settings
-    are checked, but changes to the code are not noticed. After a change to the code, use another
-    --out, or --branch RUN@OUTPUT. A phase that was interrupted starts again from its beginning.
+    output. If an input file of a phase has other bytes, the phase runs again. A resumed run refuses
+    changed settings, see `settings` below. It prints a line if the code has changed, but recomputes
+    nothing for that reason: after a change to the code, use another --out, or --branch RUN@OUTPUT.
+    A phase that was interrupted starts again from its beginning.
     """
     s = run.settings
     once = run.once
@@ -110,7 +110,7 @@ def coevolve(run: Run) -> None:
     if s.method == "sft":
         return
 
-    earlier = []  # trajectory files of earlier iterations
+    earlier = []  # the buffer: trajectory files that D_fail keeps, see --d-fail
     for i in range(1, s.iterations + 1):
         # All agents run episodes of every task that has an expert.
         played = {}  # agent name -> its trajectory file
@@ -120,10 +120,10 @@ def coevolve(run: Run) -> None:
 
         # Each agent then learns from its pairs, by Eq. (6) and (7) or by Eq. (8) and (9). Section 4
         # trains the agents "in alternating phases", but does not say whether the failure agent
-        # plays before or after it learns. With "before", the order in which agents learn makes no
-        # difference, and in the first iteration the failure agent is the model after SFT. With
-        # "after", the failure agent learns first and plays again, so that the target learns from
-        # its newest hard negatives.
+        # plays before or after it learns. With "before", all agents learn from the same rollouts,
+        # so their order makes no difference, and in iteration 1 the failure agent's rollouts come
+        # from its SFT model. With "after", the failure agent learns first and plays again, and the
+        # target learns from these newest hard negatives.
         failure_first = s.failure_plays == "after"
         learners = agents
         if failure_first:
@@ -170,8 +170,9 @@ def evaluate_all(run: Run, models: dict[str, Path], i: int) -> None:
 # A phase has the form phase(run, out, *files, **values). It writes its output to `out`, a temporary
 # path, and returns numbers for phases.json. All ranks run it, but only one of them writes. The
 # first phase is `collect_experts` in engine/experts.py, which encodes the experts as tokens, and
-# drops those with a low reward or an evaluated task. Phases use four methods of the run:
-#     run.load        loads a model in fp32
+# drops those whose reward is low or whose task is in an evaluated split. Phases use four methods of
+# the run:
+#     run.load        loads a model's fp32 weights (forward passes are in bf16 on a GPU, see dpo.py)
 #     run.fit         trains a model with a new AdamW optimiser (`dpo.train`), and saves it
 #     run.log_probs   runs `dpo.token_log_probs` in parallel on all ranks
 #     run.play        runs episodes with an inference copy of a model, which is in bf16 on a GPU
@@ -298,7 +299,8 @@ def make_pairs(
         out: The path of the pairs file to write.
         experts: The file of experts.
         played: Each agent's trajectory file of this iteration, by agent name.
-        earlier: The trajectory files of all agents from earlier iterations.
+        earlier: The trajectory files of the buffer, from all agents. They are of earlier iterations
+            and, with --failure-plays after, of the failure agent's first play in this one.
         trains: The name of the agent that learns from the pairs.
         role: The role of that agent, see `Agent`.
 
@@ -381,7 +383,7 @@ def train_preferences(
         reference: The folder of pi_ref, the reference model to which DPO compares the agent.
         pairs: The pairs file from `make_pairs`.
         experts: The file of experts.
-        others: The files with all other trajectories in the pairs.
+        others: The files of rollouts that the pairs refer to by task, agent, iteration and index.
         name: The agent's name.
         role: The agent's role, see `Agent`.
         i: The iteration.
@@ -441,8 +443,9 @@ def preference_groups(
         dropped: The counter of pairs whose two sides are equal once the rejected one is truncated.
 
     Returns:
-        One group for each task that has pairs. It contains each trajectory once, however many pairs
-        use it, or twice if a trajectory is both chosen in full and rejected in truncated form.
+        One group for each task that has pairs. Each trajectory occurs in it once, however many
+        pairs use it. If it is chosen in one pair and truncated as rejected in another, both forms
+        occur.
     """
     expert_turns = {expert.task: expert.turns for expert in experts}
     groups = defaultdict(Group)  # task -> group
@@ -509,7 +512,7 @@ def d_tgt(
         s: The settings.
         dropped: The counter of skipped comparisons by reason.
     """
-    comparisons = len(own) * len(others)  # one for each rollout of the target with each other one
+    comparisons = len(own) * len(others)  # each rollout of the target with each of the others
     own = usable(own, dropped)
     others = usable(others, dropped)
 
@@ -529,12 +532,11 @@ def d_tgt(
 
     # Section 4.3: "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0".
     # The weights keep expert pairs "from dominating the training signal, while ensuring that
-    # failure pairs receive full emphasis". In the paper each agent plays a task once, so the expert
-    # pairs of a task have a total weight of 1, and its failure pair has weight 1. R rollouts per
-    # agent make up to R x R failure pairs. We therefore give each the weight 1 / (R x R) [ours].
-    # The two kinds of pairs and the SFT term then have the same balance for every R.
-    # Eq. (8) always chooses the target's failure, whereas we choose the failure with the higher
-    # reward, as in Eq. (6) [ours].
+    # failure pairs receive full emphasis". In the paper each agent plays a task once: the expert
+    # pairs of a task weigh 1 together, and its failure pair weighs 1. With R rollouts per agent a
+    # task has up to R x R failure pairs. Each gets the weight 1 / (R x R), so that they weigh at
+    # most 1 together, like the expert pairs [ours]. Eq. (8) always chooses the target's failure.
+    # We choose the failure with the higher reward, as in Eq. (6) [ours].
     if s.d_tgt_failures == "none":
         return pairs
     for pair in ordered_failures(itertools.product(own, others), dropped):
@@ -635,9 +637,10 @@ def same_tokens(a: Trajectory, b: Trajectory) -> bool:
 
 # ------------------------------------------------------------------------------------ settings
 # The comment above a setting is its --help text. The brackets at its end name the source of the
-# default: the paper, ETO (the scripts of Song et al.) or ourselves. The type of a setting limits
-# its values. When you resume a run, you may change a setting of type Free, which affects nothing
-# but rounding, and increase one of type Growing. Changing any other setting is refused.
+# default: the paper, ETO (the scripts of Song et al.) or ourselves. If the default is no value,
+# they describe it. The type of a setting limits its values. When you resume a run, you may change a
+# setting of type Free, on which no number depends but by rounding, and increase one of type
+# Growing. Changing any other setting is refused.
 
 
 @dataclass(frozen=True)
@@ -645,7 +648,7 @@ class Data:
     """Method, model, tasks and lengths"""
     # Environment that the agents act in [ours]
     env: Literal[ENVIRONMENTS] = "webshop"
-    # Training method, one of those listed above [the paper]
+    # Training method, one of the methods listed at the top of --help [the paper]
     method: str = "coevolve"
     # Model to start from: "tiny", which is included, or a causal language model with a chat
     # template, by its folder or its name on the Hugging Face Hub [ours]
@@ -654,8 +657,8 @@ class Data:
     seed: types.Whole = 0
     # Output folder [runs/ENV-METHOD-sSEED]
     out: types.Free[Optional[str]] = None
-    # RUN@OUTPUT: reuse the outputs of RUN that come before OUTPUT, then continue with these settings
-    # [none]
+    # RUN@OUTPUT: reuse the outputs of RUN that come before OUTPUT, then continue with these
+    # settings [none]
     branch: types.Free[Optional[str]] = None
     # Run the same phases on fewer tasks, which takes about a minute with the model tiny [ours]
     quick: bool = False
@@ -717,8 +720,8 @@ class Preferences:
     dpo_epochs: types.Count = 3
     # Number of optimiser steps of the target per iteration; 0 to use --dpo-epochs [ours]
     dpo_steps: types.Whole = 0
-    # Number of pairs per step; the pairs of a task stay together, so that one forward pass per
-    # trajectory serves all of them [App. B]
+    # Maximum number of pairs per step; the pairs of a task stay together, so that one forward pass
+    # per trajectory serves all of them, and a task with more pairs is a step by itself [App. B]
     dpo_batch: types.Count = 32
     # Learning rate of preference training in iteration 1 [App. B; ETO]
     dpo_lr: types.Rate = 1e-6
@@ -739,16 +742,16 @@ class Preferences:
     # Reference model pi_ref, to which DPO compares the agent: "iteration" is the agent at the start
     # of the iteration, "sft" is the agent after SFT, and "none" sets pi_ref = 1 [ETO; IPR: sft]
     reference: Literal["iteration", "sft", "none"] = "iteration"
-    # Denominator of the batch loss, SFT term included: the sum of the pairs' weights, with which the
-    # size of the SFT term does not depend on --rollouts, or the number of pairs [ours]
+    # Denominator of the batch loss, SFT term included: "weights" is the sum of the weights of all
+    # pairs, failure pairs included, and "pairs" is their number [ours]
     denominator: Literal["weights", "pairs"] = "weights"
     # Swap or drop a pair in which the expert has the lower reward [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
     # Weights of the expert pairs of a task: "instruction" makes them sum to 1, "none" gives each of
     # them 1, as in ETO [Section 4.3; ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
-    # Weight of each failure pair of the target: "rollouts" is 1 / (the target's rollouts of the task
-    # x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
+    # Weight of each failure pair of the target: "rollouts" is 1 / (the target's rollouts of the
+    # task x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
     failure_pair_weights: Literal["rollouts", "none"] = "rollouts"
     # Failure pairs that the target learns from: "cross" compares each of its failures with each
     # failure of another agent, "hard" keeps the pairs whose chosen reward is at least
@@ -771,9 +774,9 @@ class FailureAgent:
     # literal Eq. (6), those of a failure of the target with one of its own; "buffer", all pairs of
     # this and earlier iterations; "none", so that it never learns [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
-    # Time at which the failure agent plays the rollouts that the target learns from: before it
-    # learns in an iteration, or after, for which it plays twice [before: the paper's summary;
-    # after: its introduction]
+    # Whether the target learns from rollouts that the failure agent played before or after it
+    # learned in the iteration; "after" makes it play twice [before: the paper's summary; after: its
+    # introduction]
     failure_plays: Literal["before", "after"] = "before"
     # Folder of a model that the failure agent starts from, instead of SFT [its own SFT]
     failure_from: types.OldFile = None
@@ -787,10 +790,9 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
                  "train_tasks", "eval_tasks", "eval_splits", "max_tokens", "max_new_tokens",
                  "sft_epochs", "sft_lr", "iterations", "rollouts", "temperature", "dpo_epochs",
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
-    # Presets change the defaults for a model, for a protocol ("eto") or for "--method NAME". If
-    # several presets apply, the last one wins. Environments define further presets.
-    presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
-                            lambda_sft=0.5),
+    # Presets change the defaults: "tiny" for a model, "eto" for ETO's protocol, "--method eto" for
+    # a method. If several presets apply, the last one wins. Environments define further presets.
+    presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
                "--method eto": dict(lambda_sft=0.0, pair_weights="none"),  # DPO alone
                "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1,

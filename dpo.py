@@ -57,11 +57,11 @@ class Trajectory:
     idle: int = 0                    # number of replies that changed nothing
     # The reason for the end: "done" if the environment ended the episode, "turn_limit" if the agent
     # ran out of replies, "context_limit" if it ran out of tokens, and "refused" if an API endpoint
-    # refused a request.
+    # refused a request (endpoints are only evaluated).
     ended: str = ""
 
-    # log pi_ref(e|u), once `add_references` has computed it. It is no dataclass field, so no file
-    # has it, and dataclasses.replace does not carry it over. copy and deepcopy do.
+    # log pi_ref(e|u), once `add_references` has computed it. It is no dataclass field, so it is
+    # neither saved nor kept by dataclasses.replace.
     reference = None
 
     def extend(self, ids: Ids, is_action: bool) -> None:
@@ -155,8 +155,8 @@ def token_log_probs(
         model: A causal language model.
         trajectories: The batch of trajectories.
         logits_processor: A function (A, V) -> (A, V). The softmax of its result is the policy pi.
-            DPO only casts the logits to fp32, whereas GRPO applies the temperature and the token
-            mask of its sampler.
+            By default it only casts the logits to fp32. Methods that train on the sampling
+            distribution, such as GRPO in evolve.py, apply a temperature and a token mask here.
 
     Returns:
         The log-probabilities of all trajectories, concatenated, (A,), in nats.
@@ -212,9 +212,10 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
 # -------------------------------------------------------------------------------------- losses
 # A loss function has the form loss(policy, groups), where `policy` is log pi of all action tokens
 # in the groups, (A,). It returns a dict of sums over the groups, () each, and statistics as a dict
-# {kind of pair: {name: sum}}. The sum named `loss` is trained on. Other sums, such as its terms, are
-# logged. To get means, `train` divides the sums over a batch by denominator(batch): `action_count`
-# for SFT, and `pair_weight` or `pair_count` for Eq. (9).
+# {kind of pair: {name: sum}}. The sum named `loss` is trained on. Other sums, such as its terms,
+# are logged. Each row of statistics has a sum named `count`, by which its means are divided.
+# To get means of the losses, `train` divides the sums over a batch by denominator(batch), which is
+# `action_count` for SFT, and `pair_weight` or `pair_count` for Eq. (9).
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
@@ -297,7 +298,8 @@ def preference_loss(
     preference, margin = dpo_loss(pi_scored[chosen], pi_scored[rejected],
                                   ref_scored[chosen], ref_scored[rejected], beta)  # (P,) each
 
-    # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)]
+    # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)]. Both terms are divided by the
+    # same denominator later, to which failure pairs contribute although their SFT term is 0.
     imitation = -pi[chosen]                                                       # (P,)
     weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
@@ -435,8 +437,8 @@ def learning_rates(
         steps: The number of optimiser steps.
         peak: The highest learning rate.
         warmup: The fraction of steps in which the rate rises linearly from 0. The number of these
-            steps is rounded down, whereas transformers rounds it up, so that a phase of one step
-            trains.
+            steps is rounded down. transformers rounds it up, with which a phase of one step would
+            have the rate 0.
         cosine: If true, the rate decays along a cosine after warmup. Otherwise it stays constant.
     """
     warmup_steps = int(warmup * steps)
@@ -476,8 +478,8 @@ def train(
         steps: The batches, one per step.
         rates: The learning rates, one per step.
         loss: A function loss(policy, groups), as described above `sft_loss`.
-        denominator: A function that returns the divisor of a batch's summed loss. Averaging the
-            means of micro-batches instead would weight pairs unequally.
+        denominator: A function that returns the divisor of a batch's summed loss. It is applied to
+            the whole batch, because means of micro-batches would weight pairs unequally.
         log_probs: A function such as `token_log_probs`, log_probs(model, trajectories) -> (A,).
         max_grad_norm: The norm that gradients are clipped to.
         fits: The limit of a micro-batch, see `micro_batches`.
@@ -510,9 +512,9 @@ def train(
                 total[name] += term.item() / divisor
             for kind, row in statistics.items():
                 sums[kind].update(row)
-        # In data-parallel training, each rank computes the loss of the whole batch, but only the
-        # gradient of its own forward passes, multiplied by the number of ranks. The average over
-        # the ranks is therefore the gradient of the batch (see `engine.forward_passes`).
+        # In data-parallel training each rank backpropagates through its own forward passes only,
+        # and its gradient is multiplied by the number of ranks. Averaging over the ranks then gives
+        # the gradient of the whole batch (see `engine.forward_passes`).
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
         if not math.isfinite(total["loss"] + norm):
@@ -592,7 +594,8 @@ def add_references(
 ) -> None:
     """Computes log pi_ref(e|u) of each trajectory, and stores it there as `reference`.
 
-    In bf16, rounding alone makes the first margins differ from 0.
+    In bf16, log pi depends slightly on how trajectories are batched, so the first margins are not
+    exactly 0.
 
     Args:
         model: The reference pi_ref, with its current weights.

@@ -2,8 +2,8 @@
 
 An environment is a folder of `environments/`, which extends the class `Environment` below; a good
 one to read first is `environments/webshop/shop.py`. The function `episode` uses no tensors, so the
-agent may be a model, an API endpoint or a person. The module `engine.rollouts` runs many episodes in
-parallel.
+agent may be a model, an API endpoint or a person. The module `engine.rollouts` runs many episodes
+in parallel.
 """
 
 import random
@@ -17,7 +17,8 @@ from common.settings import UsageError
 
 
 class EnvError(Exception):
-    """The environment failed, so the episode is void. The text is one line with the remedy."""
+    """The environment failed, so the episode is void. The message is one line that says how to fix
+    the problem."""
 
 
 class Stuck(Exception):
@@ -32,8 +33,8 @@ class Step:
     done: bool
     raw: float | None = None  # the reward before it was clipped to [0, 1], if that can differ
     # True if the reply changed nothing: it has no action, an unknown one, one that is not available
-    # there, or one that leaves the state as it was. It is only counted; steps that differ in it
-    # alone are equal.
+    # there, or one that leaves the state as it was. It is only counted, and ignored when steps are
+    # compared.
     idle: bool = field(default=False, compare=False)
 
 
@@ -42,8 +43,10 @@ class Environment:
     give the same episode.
 
     A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and defines `start`, `step`
-    and, if it has one, `expert`. Everything else has a default. If the environment itself fails, a
-    method raises EnvError at once; after `close`, `reset` restarts it.
+    and, if it has one, `expert`. Everything else has a default. `splits` has "train", "validation"
+    and the test splits. The folder `environments/NAME` makes the environment known to all commands
+    (docs/environments.md has a complete example). If the environment itself fails, a method raises
+    EnvError at once. Call `close`, then `reset`, to restart it.
 
     A task has an id, NAME-SPLIT-KEY, and a value, which `find` returns. The value may be anything:
     a goal, a question, a number. Tasks that are made during a run have the split "added".
@@ -54,9 +57,13 @@ class Environment:
     max_turns: int                # replies per episode of the current task; the caller counts them
     stops = ("Observation:",)     # stop strings: a reply ends before the first of them [ours]
     rules = ""                    # the instructions at the start of an episode, in the full view
-    drawn_anew = "(?!)"           # a pattern for text that differs at each start of a server
-    published_types = ()          # task types, numbered as in the ids of published experts
-    task_of = None                # key -> a task outside all splits that published experts play
+    # A pattern for text in observations that a real server draws anew at each start, such as
+    # WebShop's price limits. It is ignored when published trajectories are compared.
+    drawn_anew = "(?!)"
+    # For files of published expert trajectories: the task types in the order of their ids, and a
+    # function key -> task for tasks outside all splits.
+    published_types = ()
+    task_of = None
 
     def __init__(self, view: str = "full"):
         self.view = view
@@ -88,8 +95,8 @@ class Environment:
         """Returns the action in a reply, or None if it has none.
 
         The action is the line after the first "Action:", or the whole reply if there is no such
-        label. Everything after that line was written before its observation was seen. Emphasis,
-        quotes and code marks around the action are removed.
+        label. Later lines are ignored, because the agent wrote them without seeing the next
+        observation. Emphasis, quotes and code marks around the action are removed.
         """
         label = LABEL.search(reply) or re.search("Action:", reply)
         if label:
@@ -133,7 +140,7 @@ class Environment:
 
     def task_generator(self):
         """Returns the TaskGenerator of the environment's `tasks.py`, which makes new tasks from
-        what agents found. Raises Refused if the environment has none."""
+        what agents found. Raises UsageError if the environment has none."""
         raise UsageError(f"{self.name}: this environment makes no new tasks; give --method grpo "
                       "--start-from train, or an environment that makes some, such as the built-in "
                       "webshop")
@@ -188,8 +195,8 @@ def episode(env: Environment, encoder, t, max_tokens: int):
 
     Yields:
         The trajectory so far, and the random number generator of the episode. The caller sends
-        back the sampled reply as (ids, the log-probability of each), or None if the context is
-        full, which only happens with chat endpoints.
+        back the sampled reply as (ids, the log-probability of each), or None if a chat endpoint
+        reports a full context.
     """
     clear(t)
     rng = random.Random(t.seed)
@@ -208,7 +215,7 @@ def episode(env: Environment, encoder, t, max_tokens: int):
         # Cut the reply at the first stop string, and get an end-of-turn token if it lacks one.
         reply_ids, end_ids, reply = encoder.close(ids, env.stops)
         if len(t.ids) + len(reply_ids) + len(end_ids) >= max_tokens:
-            break  # drop the reply, since an episode that fills the context is not trained on
+            break  # drop the reply, because episodes that fill the context are not trained on
 
         # ... and the replies are trained on, except for an end of turn that the agent did not
         # sample itself.

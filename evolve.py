@@ -372,8 +372,9 @@ def train(
     write(run, out / "episodes.jsonl", episodes)
     far = sum(line.get("far", 0) for line in log)
     if far:
-        run.print(f"{run.name}: log pi_ref exceeded log pi by more than {MAX_LOG_RATIO:.0f} nats at "
-                f"{far} tokens, where the KL term is linear; lower --grpo-lr or raise --grpo-kl")
+        run.print(f"{run.name}: log pi_ref exceeded log pi by more than {MAX_LOG_RATIO:.0f} nats "
+                  f"at {far} tokens, where the KL term is linear; lower --grpo-lr or raise "
+                  "--grpo-kl")
     return dict(
         episodes=len(episodes),
         reward=log[-1]["reward"],
@@ -460,7 +461,8 @@ def train_step(
     # 2. Compute log pi_ref and log pi_old. All log-probabilities, also those in training, are under
     # the distribution that the sampler draws from: the softmax at its temperature, without the
     # tokens that it never draws. If these counted, each negative advantage would raise them.
-    log_probs = partial(run.log_probs, logits_processor=run.encoder.sampler(s.grpo_temperature).process_logits)
+    sampler = run.encoder.sampler(s.grpo_temperature)
+    log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
     if groups:
         store_log_probs(groups, "ref_log_probs", pi_ref, log_probs)
         store_log_probs(groups, "old_log_probs", model, log_probs)
@@ -831,8 +833,8 @@ def env_with(run: Run, task_rows: list[dict]) -> Environment:
         if "definition" in row:  # a new task, which is in no split
             task = env.add(row["definition"])
             if task != row["task"]:
-                raise UsageError(f"tasks.jsonl: task {row['task']} would get the id {task}; restore "
-                              "the order of the rows")
+                raise UsageError(f"tasks.jsonl: task {row['task']} would get the id {task}; "
+                                 "restore the order of the rows")
     return env
 
 
@@ -853,8 +855,8 @@ def training_tasks(run: Run) -> list[str]:
         tasks = tasks[:s.train_tasks]
     remaining = [task for task in tasks if repr(env.find(task)) not in evaluated]
     if not remaining:
-        raise UsageError(f"no training task is left, because all {len(tasks)} are evaluated as well; "
-                      "give other --experts, more --train-tasks or other --eval-splits")
+        raise UsageError(f"no training task is left, because all {len(tasks)} are evaluated as "
+                         "well; give other --experts, more --train-tasks or other --eval-splits")
     return remaining
 
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then trains or tests:
-#   bash run.sh ENV [settings]         train and evaluate; --help lists the settings; ENV is an
-#                                      environment of those below: bash run.sh webshop
+# Installs missing packages, then runs a command:
+#   bash run.sh ENV [settings]         train and evaluate in one of the environments below, for
+#                                      example: bash run.sh webshop; --help lists the settings
 #   bash run.sh test [pytest options]  run the tests
-#   bash run.sh page RUN               a run as a page, RUN/run.html
-#   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
-#   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method, or
-#                                      by names of your own: NAME=RUN NAME=RUN ...
-#   bash run.sh study ENV [...]        methods x seeds and one report; --help lists what it takes
+#   bash run.sh page RUN               make the page of a run, RUN/run.html
+#   bash run.sh play ENV [TASK]        play a task yourself, or with a trained agent: --agent RUN
+#   bash run.sh compare RUN RUN ...    make a report on several runs, with means over seeds for each
+#                                      method, or for each name that you give: NAME=RUN NAME=RUN ...
+#   bash run.sh study ENV [...]        run methods x seeds and make a report; --help lists options
 #   bash run.sh learn FILE.jsonl --model FOLDER_OR_HUB_NAME [settings]
-#                                      train on trajectories of your own (docs/library.md)
-# An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
-# beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
-# settings is relative to the folder you call this from.
+#                                      train on your own trajectories (docs/library.md)
+# If the active environment satisfies requirements.txt, it is used unchanged. Otherwise .venv is made
+# next to this file. PYTHON=/path/to/python3 selects the interpreter. Relative paths in settings are
+# relative to the folder in which you call run.sh.
 set -euo pipefail
 here=$(CDPATH= cd -- "$(dirname -- "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 venv=$here/.venv
@@ -23,11 +23,12 @@ supported() {
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
 
-# Prints what interpreter $1 lacks of requirements.txt; fails if that is anything.
+# Prints the requirements that interpreter $1 lacks. Fails if there are any.
 satisfied() { "$1" "$here/lab/requirements.py" "$here/requirements.txt" 2>/dev/null; }
 
-# Sets `torch` to what is said of the wheel for this machine, `index` to where it is; empty: PyPI,
-# whose wheels for Linux are gigabytes of CUDA. An empty CUDA_VISIBLE_DEVICES asks for the CPU's.
+# Chooses the torch wheel for this machine. Sets `torch` to its description and `index` to the package
+# index that has it, which is empty for PyPI, whose wheels for Linux include gigabytes of CUDA. An
+# empty CUDA_VISIBLE_DEVICES selects the wheel for CPUs.
 choose_torch() {
     local cpu=https://download.pytorch.org/whl/cpu version=
     torch=PyPI index=
@@ -37,22 +38,23 @@ choose_torch() {
     elif [ -e /dev/kfd ]; then
         read -r version 2>/dev/null </opt/rocm/.info/version || true
         [[ $version =~ ^[0-9]+\.[0-9]+ ]] ||
-            fail "this machine has an AMD GPU, but no /opt/rocm/.info/version says which ROCm;" \
+            fail "this machine has an AMD GPU, but no ROCm version in /opt/rocm/.info/version;" \
                  "install ROCm, or train on the CPU: CUDA_VISIBLE_DEVICES= bash run.sh $command"
         torch="for ROCm $BASH_REMATCH" index=https://download.pytorch.org/whl/rocm$BASH_REMATCH
     else torch="for CPUs" index=$cpu; fi
 }
 
-# Makes .venv complete. The file `installing` marks one that an interruption left half-made.
+# Makes .venv, or installs packages that it lacks. $1 lists the requirements that $python lacks. The
+# file .venv/installing exists during an installation, and remains if this is interrupted.
 install() {
     local log=$here/.venv-install.log torch index
     if [ -e "$venv/installing" ]; then rm -rf "$venv"; fi
     if [ -e "$venv" ]; then
-        supported "$venv/bin/python" || fail "$venv has no Python 3.10-3.13; delete it, run again"
+        supported "$venv/bin/python" || fail "$venv has no Python 3.10-3.13; delete it and rerun"
         if satisfied "$venv/bin/python" >/dev/null; then return; fi
     fi
     choose_torch
-    echo "run.sh: installing packages into $venv, some minutes ($python lacks $1);" \
+    echo "run.sh: installing packages into $venv, which takes minutes ($python lacks $1);" \
          "torch $torch" >&2
     mkdir -p "$venv" && touch "$venv/installing"
     "$python" -m venv "$venv" >"$log" 2>&1 || {
@@ -62,19 +64,19 @@ install() {
     if [ -n "$index" ] && ! "$venv/bin/python" -m pip config list | grep index-url >/dev/null; then
         "$venv/bin/python" -m pip install --index-url "$index" \
             "$(grep -o '^torch[^ ]*' "$here/requirements.txt")" >>"$log" 2>&1 ||
-            [ "$torch" = "for CPUs" ] || {  # for which PyPI's do as well
+            [ "$torch" = "for CPUs" ] || {  # PyPI's wheel also runs on CPUs
                 rm "$venv/installing"
-                fail "pip found no torch $torch; install it yourself into $venv (pip's output: $log)"; }
+                fail "pip found no torch $torch; install it into $venv yourself (pip's output: $log)"; }
     fi
     "$venv/bin/python" -m pip install -r "$here/requirements.txt" \
         $(sed -n 's/^# optional: \([^ ]*\).*/\1/p' "$here/requirements.txt") >>"$log" 2>&1 || {
         rm "$venv/installing"
         fail "pip could not install the packages; check the network, or set PIP_INDEX_URL to an" \
-             "index within reach, and run again (pip's output: $log)"; }
+             "index within reach, and rerun (pip's output: $log)"; }
     rm "$venv/installing"
 }
 
-# Adds package $1 to .venv, but none that it asks for: they would be others than those tested.
+# Installs package $1 into .venv without its dependencies, which pin versions that were not tested.
 add() {
     echo "run.sh: installing $1 into $venv" >&2
     { if command -v flock >/dev/null; then flock 9; fi
@@ -82,8 +84,8 @@ add() {
     } 9>"$here/.venv.lock"
 }
 
-# Makes .venv-appworld, for the package of appworld alone: it pins other versions than ours. A file
-# there says which package it has; without it, it is half-made.
+# Makes .venv-appworld for the package appworld, which pins other versions than requirements.txt. A
+# file in it names the installed version. Without this file, the installation is incomplete.
 install_appworld() {
     local package apps=$here/.venv-appworld log=$here/.venv-appworld-install.log other=
     package=$(sed -n 's/^# appworld: \([^ ]*\).*/\1/p' "$here/requirements.txt")
@@ -93,16 +95,16 @@ install_appworld() {
             2>/dev/null; then other=$candidate; break; fi
     done
     if [ -z "$other" ]; then
-        echo "run.sh: appworld needs Python 3.11, 3.12 or 3.13 for its package; install one" >&2
+        echo "run.sh: the package appworld needs Python 3.11, 3.12 or 3.13; install one" >&2
         return 1
     fi
-    echo "run.sh: installing $package into $apps, a minute or two" >&2
+    echo "run.sh: installing $package into $apps, which takes a minute or two" >&2
     rm -rf "$apps"
     { "$other" -m venv "$apps" && "$apps/bin/python" -m pip install "$package" &&
         APPWORLD_CACHE=$apps/cache "$apps/bin/appworld" install &&
         touch "$apps/has-${package/==/-}"; } >"$log" 2>&1 || {
-        echo "run.sh: the package of appworld was not installed; check the network, or set" \
-             "PIP_INDEX_URL to an index within reach, and run again (details: $log)" >&2
+        echo "run.sh: the package appworld was not installed; check the network, or set" \
+             "PIP_INDEX_URL to an index within reach, and rerun (details: $log)" >&2
         return 1; }
 }
 
@@ -131,13 +133,13 @@ for candidate in "${candidates[@]}"; do
     if supported "$candidate"; then python=$candidate; break; fi
 done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
-    "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
+    "install one of these, or select one: PYTHON=/path/to/python3.12 bash run.sh $command"
 
 commands="test page play compare study learn$environments"
 case " $commands " in *" $command "*) ;; *)
     nearest=$("$python" -c 'import difflib, sys
 print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$command" $commands)
-    fail "unknown command '$command'${nearest:+, the nearest is $nearest}; bash run.sh lists all" ;;
+    fail "unknown command '$command'${nearest:+ (did you mean $nearest?)}; bash run.sh lists all" ;;
 esac
 
 if ! lacks=$(satisfied "$python"); then
@@ -147,7 +149,8 @@ if ! lacks=$(satisfied "$python"); then
     python=$venv/bin/python
 fi
 
-case "$command ${1:-}" in bfcl* | test* | "play bfcl" | "study bfcl")  # one more package; the tests can do without
+# bfcl needs one more package. Without it, the tests that need it are skipped.
+case "$command ${1:-}" in bfcl* | test* | "play bfcl" | "study bfcl")
     package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
     if ! "$python" "$here/lab/requirements.py" <(echo "$package") >/dev/null 2>&1; then
         { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
@@ -160,20 +163,20 @@ case "$command ${1:-}" in appworld* | test* | "play appworld" | "study appworld"
       install_appworld || [ "$command" = test ] || exit 2; } 9>"$here/.venv-appworld.lock" ;;
 esac
 
-# Runs a program of ours in the folder you call this from; from Python 3.11 on nothing is imported
-# from there.
+# Programs run in the current folder. From Python 3.11 on, PYTHONSAFEPATH keeps them from importing
+# modules of that folder.
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that spin take others' cores
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # spinning threads would block other processes
 program() { exec "$python" -m "$@"; }
 
-# Prints the number of GPUs that torch can use, which CUDA_VISIBLE_DEVICES may limit. Where there is
-# no device of a GPU, torch need not be asked.
+# Prints the number of GPUs that torch can use, which CUDA_VISIBLE_DEVICES may limit. Without a GPU
+# device, the slow import of torch is skipped.
 gpus() {
     if [ ! -e /dev/nvidia0 ] && [ ! -e /dev/kfd ] && ! command -v nvidia-smi >/dev/null; then echo 0
     else "$python" -c 'import torch; print(torch.cuda.device_count())'; fi
 }
 
-# The same as a process for each GPU. Where one ends with an error, all end.
+# Runs a program as one process per GPU. If one of them fails, all are ended.
 on_all_gpus() {
     local count n status=0 of
     count=$(gpus)
@@ -197,7 +200,7 @@ case $command in
     test)
         cd "$here"
         unset PYTHONSAFEPATH
-        export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
+        export CUDA_VISIBLE_DEVICES=  # on the CPU, the tests compare exact or nearly exact numbers
         exec "$python" -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 \
             --dist loadfile --no-loadscope-reorder "$@" ;;
     *) on_all_gpus lab --env "$command" "$@" ;;

@@ -1,4 +1,4 @@
-"""The files of a run: JSON lines, locks, and what tells one file from another."""
+"""The files of a run: JSON and JSON lines, locks, and hashes that identify inputs."""
 
 import hashlib
 import json
@@ -16,40 +16,46 @@ from common.settings import UsageError
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object in a file; Refused, naming it, unless it is whole."""
-    return whole_object(file.read_bytes(), file)
+    """Returns the JSON object in a file. Raises UsageError if it is not complete."""
+    return parse_object(file.read_bytes(), file)
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """The objects in a file, one a line; Refused, naming the line, where one is not whole."""
+    """Returns the JSON objects in a file, one per line.
+
+    Raises UsageError with the line number if an object is not complete.
+    """
     lines = file.read_bytes().split(b"\n")
-    if not lines[-1]:  # what follows the last line's end
+    if not lines[-1]:  # the file ends with a line break
         lines.pop()
-    return [whole_object(line, f"{file}, line {n}") for n, line in enumerate(lines, 1)]
+    return [parse_object(line, f"{file}, line {n}") for n, line in enumerate(lines, 1)]
 
 
-def whole_object(data: bytes, where) -> dict:
+def parse_object(data: bytes, location) -> dict:
     try:
         value = json.loads(data.decode())
-    except ValueError:  # also where it is not UTF-8
+    except ValueError:  # no JSON, or no UTF-8
         value = None
     if isinstance(value, dict):
         return value
-    begins = data.decode(errors="replace")[:40]
-    raise UsageError(f"{where}: {begins!r} is no whole JSON object in UTF-8; restore the file, or "
-                  "delete it")
+    start = data.decode(errors="replace")[:40]
+    raise UsageError(f"{location}: {start!r} is no complete JSON object in UTF-8; restore the "
+                     "file, or delete it")
 
 
 def write_json(file: Path, value) -> None:
-    """Writes a value as JSON. It appears by renaming, so that a stop leaves it or what was there.
+    """Writes a value as JSON.
+
+    The file is written under a temporary name and then renamed, so that an interruption leaves
+    either the old file or the new one.
     """
-    part = file.with_name(f"{file.name}.tmp")
-    part.write_text(json.dumps(value, indent=1))
-    os.replace(part, file)
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1))
+    os.replace(temporary, file)
 
 
 def write_jsonl(file: Path, rows: list) -> None:
-    """Writes objects, or the fields of dataclasses that are not None, one a line."""
+    """Writes dictionaries, or the fields of dataclasses that are not None, one per line."""
     with open(file, "w") as lines:
         for row in rows:
             if not isinstance(row, dict):
@@ -59,7 +65,9 @@ def write_jsonl(file: Path, rows: list) -> None:
 
 
 def whole_lines(file: Path) -> list[dict]:
-    """The objects in a log, if it is there. What a stop left behind its last whole line is cut off.
+    """Returns the JSON objects in a log, or an empty list if there is no log.
+
+    An incomplete last line, which an interruption may leave, is removed from the file.
     """
     if not file.exists():
         return []
@@ -69,9 +77,9 @@ def whole_lines(file: Path) -> list[dict]:
 
 
 def plain(values: dict) -> dict:
-    """Return values as JSON has them, scalars of numpy and torch as numbers.
+    """Returns values as JSON represents them, with scalars of numpy and torch as numbers.
 
-    Raises TypeError or ValueError, naming the value, if JSON cannot hold it.
+    Raises TypeError or ValueError with the name of a value that JSON cannot represent.
     """
     converted = {}
     for name, value in values.items():
@@ -86,11 +94,11 @@ def plain(values: dict) -> dict:
 def scalar(value):
     if getattr(value, "ndim", None) == 0:
         return value.item()
-    raise TypeError(f"{value!r:.60} is no number, text, list or dictionary")
+    raise TypeError(f"{value!r:.60} is no number, string, list or dictionary")
 
 
 def remove(path: Path) -> None:
-    """Deletes a file, a folder or a link, if it is there."""
+    """Deletes a file, a folder or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -98,14 +106,18 @@ def remove(path: Path) -> None:
 
 
 def lock(folder: Path):
-    """Locks a run's folder against other processes, and returns the lock. Raises Refused if another
-    process has it. A disk without locks keeps nobody out."""
-    lock = FileLock(folder / "lock")
+    """Locks a run's folder against other processes, and returns the lock.
+
+    A disk that does not support locks is used without one. Raises UsageError if another process
+    holds the lock.
+    """
+    # A singleton is reentrant in its process, so a notebook can repeat a cell that failed.
+    lock = FileLock(folder / "lock", is_singleton=True)
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise UsageError(f"--out {folder}: another process is running in this folder; wait for it or "
-                      "give another") from None
+        raise UsageError(f"--out {folder}: another process is running in this folder; wait for it, "
+                         "or give another folder") from None
     except (OSError, NotImplementedError):
         pass
     return lock
@@ -119,29 +131,30 @@ def run_of(agent: Path) -> Path | None:
     return None
 
 
-# -------------------------------------------------------------------- what tells one from another
+# ------------------------------------------------------------------------------ hashes and seeds
 
 
 def hash_of(value) -> str:
-    """16 hexadecimal digits, the same ones for the same value as JSON."""
+    """Returns a hash of a value's JSON, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def seed_of(*names) -> int:
-    """48 bits, the same ones for the same names and numbers anywhere."""
+    """Returns a seed of 48 bits, which depends only on the given names and numbers."""
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
 def input_key(given, agents: dict[Path, str]):
-    """What tells an input of a phase from another.
+    """Returns the key of a phase's input, which changes when the input does.
 
     Args:
         given: A path, or a list or dictionary of inputs.
-        agents: The run's agents, and how each was made; a base on the hub, and its commit.
+        agents: Keys by path. An agent of the run has the cache key of its phase, and a base model
+            from the hub has its commit.
 
     Returns:
-        Of a file its bytes, hashed; of an agent of the run how it was made; of a base on the hub
-        its commit; of another folder the bytes of its files; of several a list.
+        The key in `agents`, if the path has one. Otherwise a hash of a file's bytes, or the names
+        and hashes of a folder's files. For several inputs, a list of keys.
     """
     if isinstance(given, dict):
         given = list(given.values())
@@ -153,15 +166,15 @@ def input_key(given, agents: dict[Path, str]):
         return file_hash(given)
     if given in agents:
         return agents[given]
-    found = []
+    hashes = []
     for file in sorted(given.glob("*.*")):
         if file.is_file():
-            found.append([file.name, file_hash(file)])
-    return found or str(given)
+            hashes.append([file.name, file_hash(file)])
+    return hashes or str(given)
 
 
 def files_in(given) -> list[Path]:
-    """Return the files among a phase's inputs, which are those of `input_key`."""
+    """Returns the files among a phase's inputs, which have the form that `input_key` takes."""
     if isinstance(given, Path):
         return [given] if given.is_file() else []
     files = []
@@ -171,12 +184,16 @@ def files_in(given) -> list[Path]:
 
 
 def is_edited(file: Path, row: dict) -> bool:
-    """Return True if a file's content is not what the phase wrote whose record `row` is."""
+    """Returns True if a file has changed since its phase, with the record `row`, wrote it."""
     return "hash" in row and file.is_file() and file_hash(file) != row["hash"]
 
 
 def file_hash(file: Path) -> str:
-    """A hash of a file's bytes, of which a large one is read once, as long as it stays as it is."""
+    """Returns a hash of a file's bytes.
+
+    The hash is cached until the file's size or time of change differs, so that a large file is read
+    only once.
+    """
     stat = file.stat()
     return digest_of(file, stat.st_size, stat.st_mtime_ns)
 
@@ -185,6 +202,6 @@ def file_hash(file: Path) -> str:
 def digest_of(file: Path, size: int, changed: int) -> str:
     digest = hashlib.sha256()
     with open(file, "rb") as content:
-        while part := content.read(1 << 24):
-            digest.update(part)
+        while chunk := content.read(1 << 24):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""Settings: how they are stated, read from a command line, explained by --help, and checked.
+"""Settings: declares them, parses them from a command line, checks them, and prints --help.
 
-A setting is a field of a frozen dataclass. Its comment, in the lines above or behind it, explains
-it in a sentence and ends with the source of its default in brackets. Its type says which values it
-may have: a plain type, a Literal, Optional[str], or one of those below.
+A setting is a field of a frozen dataclass. The comment above the field or behind it is its --help
+text, and ends with the source of the default in brackets. The type limits the values. It is a plain
+type, a Literal, Optional[str], or one of the types below.
 
     # Beta of Eq. (7) in iteration 1 [App. B; ETO]
     beta: Rate = 0.1
@@ -34,7 +34,10 @@ from typing import (
 
 
 class UsageError(ValueError):
-    """What the user gave cannot be used; the text is one line: object, value, remedy."""
+    """An input from the user that cannot be used.
+
+    The message is one line, which names the object, its value and a remedy.
+    """
 
 
 # ------------------------------------------------------------------------------- types of values
@@ -42,18 +45,18 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a value has to be, beside its type."""
-    holds: Callable  # holds(value, all settings of the run) -> bool
-    words: str       # what is said of a value where that is false
+    """A condition on the values of a setting, beyond its type."""
+    holds: Callable  # holds(value, settings) -> bool, with all settings of the run
+    message: str     # printed after a value for which the condition is false
 
 
-FREE = "free"        # marks what changes nothing in a run's files but rounding
-GROWING = "growing"  # marks what adds to a run where it grows, and changes nothing of what is there
+FREE = "free"  # marks a setting that affects only the rounding of a run's results
+GROWING = "growing"  # marks a setting that, if increased, only adds outputs to a run
 
 
-def limited(kind, words: str, holds: Callable):
-    """The type of those values, of the type `kind`, for which holds(value) is true."""
-    return Annotated[kind, Limits(lambda value, settings: value is None or holds(value), words)]
+def limited(kind, message: str, holds: Callable):
+    """Returns the type of a setting whose values are of type `kind` and satisfy holds(value)."""
+    return Annotated[kind, Limits(lambda value, settings: value is None or holds(value), message)]
 
 
 Kind = TypeVar("Kind")
@@ -64,58 +67,62 @@ Count = limited(int, "must be at least 1", lambda n: n >= 1)
 Rate = limited(float, "must be above 0", lambda x: x > 0)
 Weight = limited(float, "must be at least 0", lambda x: x >= 0)
 Share = limited(float, "must be at least 0 and below 1", lambda x: 0 <= x < 1)
-# Logits are divided by it, and have to stay within float32.
-Temperature = limited(float, "must be 0, which is greedy, or at least 0.001",
+# Logits are divided by the temperature, and the quotients must stay within the range of float32.
+Temperature = limited(float, "must be 0 (greedy decoding) or at least 0.001",
                       lambda x: x == 0 or x >= 0.001)
-OldFile = limited(Optional[str], "is not there; give a file or folder that is",
+OldFile = limited(Optional[str], "does not exist; give an existing file or folder",
                   lambda name: Path(name).exists())
-# For real environments: the tiny model knows the words of the built-in ones alone.
+# Condition on settings of real environments. The vocabulary of the tiny model covers only the
+# built-in environments.
 REAL = Limits(lambda value, settings: not value or settings.model != "tiny",
-              "is for a real language model; give another --model than tiny")
+              "needs a real language model; give another --model than tiny")
 FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isfinite(value),
                 "must be a finite number")
 
 
-# -------------------------------------------------------------------------------- what is stated
+# --------------------------------------------------------------------------------- declarations
 
 
 class Stated:
-    """What a class of settings may state beside its fields."""
-    essential = ()  # the names of the settings that --help lists; --help all lists all
-    # name -> values that replace defaults, if `preset_names` has the name; a model's, a protocol's,
-    # or a method's, as "--method NAME".
+    """Base class of settings, which also declares presets, conflicts and the content of --help."""
+    essential = ()  # names of the settings that --help lists; --help all lists all of them
+    # Preset name -> setting name -> value that replaces the default. A preset is named after a
+    # model, a protocol or a method ("--method NAME"), and applies if `preset_names` returns it.
     presets = {}
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
-        """The presets for these values; a later one beats those before."""
+        """Returns the names of the presets that apply to these values, by increasing priority."""
         model = values["model"]
         protocol = values.get("protocol", "ours")
         names = ["", model, protocol, f"{model} {protocol}", f"--method {values['method']}"]
         return [*names, "quick", f"quick {model}"] if values.get("quick") else names
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        """(whether it is so, flags, what is wrong) of values; s: all settings of the run, those of
-        its environment among them."""
+        """Returns possible conflicts between settings, as (is a conflict, flags, message).
+
+        Args:
+            s: All settings of the run, including those of its environment.
+        """
         return []
 
 
 class Method(NamedTuple):
-    """What --method names."""
-    loop: Callable    # loop(run)
-    reads: tuple      # the settings that it reads: classes of them, or names
-    about: str        # a line for --help
-    beside: bool = False  # whether pi_ref stays beside the model while that is trained
+    """A training method."""
+    loop: Callable    # loop(run) runs the method
+    reads: tuple      # the settings that the method reads, as classes or names
+    about: str        # description for --help
+    beside: bool = False  # True if pi_ref, the reference model, stays in memory during training
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a class states of one setting."""
+    """The declaration of a setting."""
     name: str
-    kind: object    # its type, without marks
-    marks: tuple    # Limits, FREE, GROWING
+    kind: object    # type, without marks
+    marks: tuple    # Limits objects, FREE or GROWING
     default: object
-    heading: str    # of its class
+    heading: str    # heading of its class in --help
     comment: str
 
     @property
@@ -125,46 +132,50 @@ class Setting:
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
-    """name -> the setting, of a class and of all that it extends."""
-    plain = get_type_hints(kind)
-    marked = get_type_hints(kind, include_extras=True)
-    about = {}  # name -> heading and comment
-    for part in reversed(kind.__mro__):
-        if "__annotations__" in vars(part):
-            for name, comment in comments_of(part).items():
-                heading, _ = about.get(name, (heading_of(part), ""))  # of who stated it first
-                about[name] = heading, comment
+    """Returns the settings of a class and of its base classes, by name."""
+    plain_types = get_type_hints(kind)
+    annotated_types = get_type_hints(kind, include_extras=True)
+    descriptions = {}  # name -> heading and comment
+    for base in reversed(kind.__mro__):
+        if "__annotations__" in vars(base):
+            for name, comment in comments_of(base).items():
+                # The heading is that of the first class that declares the setting.
+                heading, _ = descriptions.get(name, (heading_of(base), ""))
+                descriptions[name] = heading, comment
 
-    stated = {}
+    settings = {}
     for f in fields(kind):
-        marks = getattr(marked[f.name], "__metadata__", ())
-        heading, comment = about.get(f.name, ("settings", ""))
-        stated[f.name] = Setting(f.name, plain[f.name], marks, f.default, heading, comment)
-    return stated
+        marks = getattr(annotated_types[f.name], "__metadata__", ())
+        heading, comment = descriptions.get(f.name, ("settings", ""))
+        settings[f.name] = Setting(f.name, plain_types[f.name], marks, f.default, heading, comment)
+    return settings
 
 
 def heading_of(kind: type) -> str:
-    """The first line of a class's docstring, without its full stop."""
+    """Returns the first line of a class's docstring, without its full stop."""
     doc = inspect.getdoc(kind) or ""
-    if not doc or doc.startswith(f"{kind.__name__}("):  # which a dataclass writes itself
+    if not doc or doc.startswith(f"{kind.__name__}("):  # the default docstring of a dataclass
         return f"{kind.__module__.split('.')[-1]}'s own settings"
     return doc.splitlines()[0].rstrip(".")
 
 
 def comments_of(kind: type) -> dict[str, str]:
-    """name -> the comment of a field in the source of its class: behind it, or else above it."""
-    found = {}
-    above = []  # lines of comments since the last line of code
+    """Returns the comments of a class's fields by name, taken from its source.
+
+    A field's comment is at the end of its line, or else in the lines above it.
+    """
+    comments = {}
+    above = []  # comment lines since the last line of code
     for line in inspect.getsource(kind).splitlines():
         code, _, comment = line.strip().partition("#")
         field = re.match(r"(\w+): ", code)
         if field:
-            found[field[1]] = comment.strip() or " ".join(above)
+            comments[field[1]] = comment.strip() or " ".join(above)
         if code:
             above = []
         elif comment:
             above.append(comment.strip())
-    return found
+    return comments
 
 
 def flag(name: str) -> str:
@@ -172,18 +183,18 @@ def flag(name: str) -> str:
 
 
 def has_mark(kind: type, name: str, mark: str) -> bool:
-    """Whether the type of a class's setting is marked FREE or GROWING."""
+    """Returns True if a class has a setting of this name with the given mark."""
     return name in settings_of(kind) and mark in settings_of(kind)[name].marks
 
 
 def names_in(reads: tuple) -> set[str]:
-    """The names of settings in classes of them and single names, as `Method.reads` has them."""
+    """Returns the names of all settings in `Method.reads`, which holds classes and single names."""
     names = set()
-    for part in reads:
-        if isinstance(part, str):
-            names.add(part)
+    for entry in reads:
+        if isinstance(entry, str):
+            names.add(entry)
         else:
-            names |= set(settings_of(part))
+            names |= set(settings_of(entry))
     return names
 
 
@@ -191,16 +202,19 @@ def names_in(reads: tuple) -> set[str]:
 
 
 def command_words(argv: list[str]) -> list[str]:
-    """Returns the words of a command line with ~ expanded in values. Raises Refused if a value is
-    empty, as that of an unset variable is, which would silently mean that nothing was given."""
+    """Returns the command-line arguments, with ~ expanded in values.
+
+    Raises UsageError if a value is empty, for example because a shell variable is unset. An empty
+    value would otherwise have the same effect as none, without a message.
+    """
     words = []
     for n, word in enumerate(argv):
         name, equals, value = "", "", word
         if word.startswith("--") or "=~" in word:
             name, equals, value = word.partition("=")
         if not value.strip() and (equals or not name):
-            raise UsageError(f"{name or (argv[n - 1] if n else 'the first argument')}: the value is "
-                          "empty; give one, or leave the flag out")
+            raise UsageError(f"{name or (argv[n - 1] if n else 'the first argument')}: the value "
+                             "is empty; give one, or leave the flag out")
         words.append(name + equals + os.path.expanduser(value))
     return words
 
@@ -217,44 +231,46 @@ def parse(
     environment: Callable,
     program: str = "python coevolve.py",
 ):
-    """Reads the settings of a run from a command line; with --help it prints them, and ends.
+    """Parses the settings of a run from a command line. With --help, prints them and exits.
 
     Args:
-        argv: The words of the command line.
-        kind: The class of settings, which extends `Stated`.
-        methods: What --method can name.
-        environment: environment(name) -> the class of that environment's own settings.
-        program: How --help says that the program is called.
+        argv: The command-line arguments.
+        kind: The class of the settings, which extends `Stated`.
+        methods: The methods that --method can select, by name.
+        environment: environment(name) returns the class of an environment's own settings.
+        program: Name of the program in --help.
 
     Returns:
-        The settings, of the class `kind`, and the environment's own.
+        The settings, an object of the class `kind`, and the environment's own settings.
 
     Raises:
-        Refused: Something is wrong; the text names all that is.
+        UsageError: Settings are wrong. The message lists all of them.
     """
+    # 1. Parse --env first, because each environment has settings of its own.
     argv = command_words(argv)
-    # The environment is read alone before all else, since it has settings of its own.
-    of_env = Parser(add_help=False, allow_abbrev=False)
-    of_env.add_argument("--env", default=kind.env)
-    known, _ = of_env.parse_known_args(argv)
-    options = environment(known.env)
-    stated = settings_of(kind) | settings_of(options)
+    env_parser = Parser(add_help=False, allow_abbrev=False)
+    env_parser.add_argument("--env", default=kind.env)
+    env_arguments, _ = env_parser.parse_known_args(argv)
+    options = environment(env_arguments.env)
+    declared = settings_of(kind) | settings_of(options)
 
-    parser, arguments = parser_of(stated, methods, program)
+    # 2. Parse all settings, and fill in presets and defaults.
+    parser, arguments = parser_of(declared, methods, program)
     given = vars(parser.parse_args(argv))
     help_on = given.pop("help", None)
     for name in given:
-        if stated[name].kind is bool:
+        if declared[name].kind is bool:
             given[name] = given[name] == "true"
 
     values, origins = values_of(given, kind, options)
     settings = kind(**{name: values[name] for name in settings_of(kind)})
-    own = options(**{name: values[name] for name in settings_of(options)})
+    env_settings = options(**{name: values[name] for name in settings_of(options)})
 
+    # 3. Print --help, or check the values.
     reads = names_in((*methods[settings.method].reads, options))
     if help_on:
         shown = reads & {*kind.essential, *settings_of(options)} if help_on == "some" else reads
-        for name, setting in stated.items():
+        for name, setting in declared.items():
             arguments[name].help = argparse.SUPPRESS
             if name in shown:
                 arguments[name].help = help_of(setting, values[name], origins.get(name))
@@ -262,28 +278,34 @@ def parse(
         if len(shown) < len(reads):
             print(f"\n--help all lists {len(reads - shown)} more")
         sys.exit()
-    wrong = faults(stated, given, reads, settings, own)
-    if wrong:
-        raise UsageError("; ".join(wrong))
-    return settings, own
+    problems = problems_in(declared, given, reads, settings, env_settings)
+    if problems:
+        raise UsageError("; ".join(problems))
+    return settings, env_settings
 
 
 def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
-    """name -> its value: the given one, else that of the last preset that has it, else the default;
-    and name -> where the value is from, if it is no default."""
-    stated = settings_of(kind) | settings_of(options)
-    values = {name: setting.default for name, setting in stated.items()}
+    """Returns the value of each setting, and the origin of each value that is no default.
+
+    A value on the command line has priority over presets, a later preset over an earlier one, and
+    presets over the default.
+    """
+    declared = settings_of(kind) | settings_of(options)
+    values = {name: setting.default for name, setting in declared.items()}
     env = given.get("env", kind.env)
     origins = {}
     for preset in kind.preset_names(values | given):
         replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
-        values |= replaced  # among them settings of programs that extend this one
+        values |= replaced  # includes settings of programs that extend this one
         origins |= dict.fromkeys(replaced, f"preset {preset or env}")
     return values | given, origins | dict.fromkeys(given, "given")
 
 
-def parser_of(stated: dict[str, Setting], methods: dict[str, Method], program: str):
-    """A parser that returns what is given of these settings; and name -> the argument in it."""
+def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program: str):
+    """Returns a parser for these settings, and its arguments by name.
+
+    The parser returns only the settings that are given.
+    """
     lines = [f"  {name:12} {method.about}" for name, method in methods.items()]
     parser = Parser(
         usage=f"{program} [--env ENV] [--method METHOD] [--model MODEL] [--SETTING VALUE ...]",
@@ -291,22 +313,22 @@ def parser_of(stated: dict[str, Setting], methods: dict[str, Method], program: s
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", nargs="?", const="some", metavar="all",
                         choices=("some", "all"),
-                        help="list the settings that matter most of those that --method reads in "
-                             "--env, or all, and end")
+                        help="print the most important settings that --method reads in --env, "
+                             "or all of them, and exit")
     groups = {}
     arguments = {}
-    for name, setting in stated.items():
+    for name, setting in declared.items():
         if setting.heading not in groups:
             groups[setting.heading] = parser.add_argument_group(setting.heading)
-        takes = taken_by(setting)
+        keywords = argparse_keywords(setting)
         if name == "method":
-            takes = dict(choices=tuple(methods))
-        arguments[name] = groups[setting.heading].add_argument(setting.flag, **takes)
+            keywords = dict(choices=tuple(methods))
+        arguments[name] = groups[setting.heading].add_argument(setting.flag, **keywords)
     return parser, arguments
 
 
-def taken_by(setting: Setting) -> dict:
-    """What argparse has to know of a setting's values."""
+def argparse_keywords(setting: Setting) -> dict:
+    """Returns the keyword arguments of add_argument that describe a setting's values."""
     if get_origin(setting.kind) is Literal:
         return dict(choices=get_args(setting.kind))
     if setting.kind is bool:
@@ -317,46 +339,52 @@ def taken_by(setting: Setting) -> dict:
 
 
 def help_of(setting: Setting, value, origin: str | None) -> str:
-    """The comment of a setting, then its value and where that is from, such as
-    "... 2.0 (preset tiny; default 0.1 [Section 4.3])"."""
-    words, source = re.fullmatch(r"(.*?) *(\[[^][]*\])?", setting.comment).groups("")
+    """Returns a setting's --help text: its comment, then its value and the origin of the value.
+
+    For example: "... 2.0 (preset tiny; default 0.1 [Section 4.3])".
+    """
+    text, source = re.fullmatch(r"(.*?) *(\[[^][]*\])?", setting.comment).groups("")
     default = f"default {setting.default} {source}".strip()
     if setting.default is None:
         default = f"default: {source.strip('[]') or 'none'}"
     if value != setting.default or origin == "given":
         default = f"{value} ({origin}; {default})"
-    return f"{words}: {default}".replace("%", "%%")  # which argparse would fill in
+    return f"{text}: {default}".replace("%", "%%")  # argparse formats help texts with %
 
 
-def faults(stated: dict[str, Setting], given: dict, reads: set[str], settings, own) -> list[str]:
-    """What is wrong with settings: given but not read, out of their limits, in conflict."""
-    found = []
+def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], settings,
+                env_settings) -> list[str]:
+    """Returns messages about settings that the method does not read, limits and conflicts."""
+    problems = []
     for name in given:
         if name not in reads:
-            found.append(f"{flag(name)} is not read by --method {settings.method}")
-    for name, value in (vars(settings) | vars(own)).items():
-        limits = [mark for mark in stated[name].marks if isinstance(mark, Limits)]
+            problems.append(f"{flag(name)} is not read by --method {settings.method}")
+    for name, value in (vars(settings) | vars(env_settings)).items():
+        limits = [mark for mark in declared[name].marks if isinstance(mark, Limits)]
         for limit in [FINITE, *limits]:
             if name in reads and not limit.holds(value, settings):
-                found.append(f"{flag(name)} {value}: {limit.words}")
-    everything = SimpleNamespace(**vars(settings), **vars(own))
-    for so, flags, problem in settings.conflicts(everything) + own.conflicts(everything):
-        if so:
-            found.append(f"{flags}: {problem}")
-    return found
+                problems.append(f"{flag(name)} {value}: {limit.message}")
+    all_settings = SimpleNamespace(**vars(settings), **vars(env_settings))
+    conflicts = settings.conflicts(all_settings) + env_settings.conflicts(all_settings)
+    for is_conflict, flags, message in conflicts:
+        if is_conflict:
+            problems.append(f"{flags}: {message}")
+    return problems
 
 
 # ------------------------------------------------------------------------ the settings of a run
 
 
 def check_same(before: dict, now: dict, kind: type) -> None:
-    """Raises Refused where a run that goes on was begun with other settings. Two programs may share
-    a run's folder: what one of them does not know is not compared.
+    """Raises UsageError if a run is resumed with other settings than it was started with.
+
+    Free settings may change, and Growing settings may increase. Two programs may share a run's
+    folder, so a setting that one of them does not have is not compared.
 
     Args:
         before: The settings in the run's folder.
-        now: Those that it is to go on with.
-        kind: Their class, which says what is free to change, and what may grow.
+        now: The settings to resume with.
+        kind: The class of the settings.
     """
     changed = []
     for name in before.keys() & now.keys():
@@ -364,5 +392,5 @@ def check_same(before: dict, now: dict, kind: type) -> None:
         if before[name] != now[name] and not grows and not has_mark(kind, name, FREE):
             changed.append(f"{name} ({before[name]} -> {now[name]})")
     if changed:
-        raise UsageError(f"--out: this folder was made with other settings: "
-                      f"{', '.join(sorted(changed))}; give another, or these settings again")
+        raise UsageError(f"--out: the run in this folder has other settings: "
+                         f"{', '.join(sorted(changed))}; give another folder, or the same settings")

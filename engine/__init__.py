@@ -1,1 +1,4 @@
-"""What the method runs on. Each file is about one thing, and can be read alone."""
+"""The machinery beneath coevolve.py, dpo.py and envs.py.
+
+Each module is about one topic and can be read by itself.
+"""

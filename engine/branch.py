@@ -1,5 +1,7 @@
-"""--branch RUN@OUTPUT: a new run takes what RUN made before OUTPUT, and goes on from there with
-today's settings and code. `Run` calls `take` when it opens a new folder."""
+"""--branch RUN@OUTPUT: a new run reuses the outputs of RUN that come before OUTPUT.
+
+It then continues with today's settings and code. `Run` calls `take` when it opens a new folder.
+"""
 
 import os
 import shutil
@@ -12,78 +14,91 @@ from engine.console import counted
 
 
 def take(run, branch: str, now: dict) -> dict:
-    """Copies the outputs of a run before one of them into another's folder, agents by hard links.
+    """Copies the outputs that another run made before a given output. Weights are hard links.
 
     Args:
-        run: The run that gets them.
-        branch: RUN@OUTPUT.
-        now: The settings of the run that gets them.
+        run: The new run.
+        branch: The value of --branch, RUN@OUTPUT.
+        now: The settings of the new run.
 
     Returns:
-        What its config.json says of them.
+        The entries of the new config.json: `branch`, which is the origin of the copied outputs, and
+        `taken`, which holds their records.
 
     Raises:
-        Refused: There is no such run or output, or the two runs have not the same environment,
-            with its options, model and view.
+        UsageError: RUN or OUTPUT does not exist, or the two runs differ in the environment, its
+            options, the model or the view.
     """
+    # 1. Read the records of the other run.
     name, _, output = branch.rpartition("@")
     source = Path(name)
     if not name or (Path(branch) / "phases.json").exists():
         raise UsageError(f"--branch {branch}: give RUN@OUTPUT, such as "
-                      "runs/webshop-coevolve-s0@iter1/pairs-target.jsonl")
+                         "runs/webshop-coevolve-s0@iter1/pairs-target.jsonl")
     if not (source / "phases.json").exists():
-        raise UsageError(f"--branch {branch}: {name} is no run; give RUN@OUTPUT")
+        raise UsageError(f"--branch {branch}: {name} is not a run; give RUN@OUTPUT")
     rows = read_json(source / "phases.json")
     if output not in rows:
-        raise UsageError(f"--branch {branch}: the run has no {output!r}; choose from: "
-                      f"{', '.join(rows)}")
+        raise UsageError(f"--branch {branch}: the run has no output {output!r}; choose from: "
+                         f"{', '.join(rows)}")
+
+    # 2. Compare the settings.
     config = read_json(source / "config.json")
-    others = differing(config["settings"], now)
+    changes = differing_settings(config["settings"], now)
     options = type(run.options)
-    of_env = [name for name in settings_of(options) if not has_mark(options, name, FREE)]
-    wrong = [others[name] for name in ("env", *of_env, "model", "view") if name in others]
-    if wrong:
-        raise UsageError(f"--branch {branch}: the run has another {', '.join(wrong)}; give the same, "
-                      "or begin a new run without --branch")
-    seed = others.pop("seed", None)
+    env_options = [name for name in settings_of(options) if not has_mark(options, name, FREE)]
+    conflicts = [changes[name] for name in ("env", *env_options, "model", "view")
+                 if name in changes]
+    if conflicts:
+        raise UsageError(f"--branch {branch}: the run has other values of {', '.join(conflicts)}; "
+                         "give the same values, or start a new run without --branch")
+    seed = changes.pop("seed", None)
     code = code_differences(config.get("code"), run.code)
+
+    # 3. Copy the outputs.
     taken = {}
-    for done, row in rows.items():
-        if done == output:
+    for name, row in rows.items():
+        if name == output:
             break
-        if not Path(done).parts or Path(done).is_absolute() or ".." in Path(done).parts:
-            raise UsageError(f"{source / 'phases.json'}: the output {done!r} is not in the run's "
-                          "folder; restore the file")
-        if not (source / done).exists():
-            raise UsageError(f"--branch {branch}: {source / done} is not there any more")
-        copy(source / done, run.folder / done)
-        taken[done] = row
-    settings = list(others.values())
-    run.print(f"{counted(len(taken), 'outputs')} taken from {source}, up to {output}; "
-            f"other settings: {', '.join(settings) or 'none'}; "
-            f"other code: {', '.join(code) or 'none'}")
+        if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UsageError(f"{source / 'phases.json'}: the output {name!r} is not in the run's "
+                             "folder; restore the file")
+        if not (source / name).exists():
+            raise UsageError(f"--branch {branch}: {source / name} does not exist any more; choose "
+                             "an earlier OUTPUT, or rerun RUN to make it again")
+        copy(source / name, run.folder / name)
+        taken[name] = row
+
+    # 4. Print and return the origin.
+    settings = list(changes.values())
+    run.print(f"{counted(len(taken), 'outputs')} copied from {source}, up to {output}; "
+              f"other settings: {', '.join(settings) or 'none'}; "
+              f"other code: {', '.join(code) or 'none'}")
     if seed:
-        run.print(f"what is taken was made with another {seed}; `compare` will not pair this run "
-                "with others of its seed")
-    # Of a branch of a branch, the seed is that of its first outputs.
-    first = config.get("branch", {}).get("seed", config["settings"]["seed"])
-    branch = dict(run=str(source), output=output, seed=first, settings=settings, code=code)
+        run.print(f"the copied outputs were made with another {seed}; `compare` will not pair this "
+                  "run with others of its seed")
+    # A branch of a branch has the seed of its earliest outputs.
+    first_seed = config.get("branch", {}).get("seed", config["settings"]["seed"])
+    branch = dict(run=str(source), output=output, seed=first_seed, settings=settings, code=code)
     return dict(branch=branch, taken=taken)
 
 
-def differing(before: dict, now: dict) -> dict[str, str]:
-    """Return the settings that differ, name -> "name (before -> now)"; - is for a missing one."""
-    found = {}
+def differing_settings(before: dict, now: dict) -> dict[str, str]:
+    """Returns the settings that differ, by name, as "name (before -> now)".
+
+    A missing value is shown as "-".
+    """
+    changes = {}
     for name in sorted(before.keys() | now.keys()):
         values = before.get(name, "-"), now.get(name, "-")
         if values[0] != values[1] and name not in ("out", "branch"):
-            found[name] = f"{name} ({values[0]} -> {values[1]})"
-    return found
+            changes[name] = f"{name} ({values[0]} -> {values[1]})"
+    return changes
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies a file or an agent's folder."""
-    remove(target)  # where the run was stopped as it took
+    """Copies a file or the folder of an agent."""
+    remove(target)  # it may be incomplete, if the run was interrupted while it copied
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, copy_function=link)
@@ -92,10 +107,10 @@ def copy(source: Path, target: Path) -> None:
 
 
 def link(source: str, target: str) -> None:
-    """Links weights, which nobody edits, and copies what else is in an agent's folder."""
+    """Makes a hard link to a file of weights, which nobody edits, and copies any other file."""
     try:
         if not source.endswith((".safetensors", ".pt")):
             raise OSError
         os.link(source, target)
-    except OSError:  # or on another disk
+    except OSError:  # no file of weights, or the target is on another disk
         shutil.copyfile(source, target)

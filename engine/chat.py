@@ -1,7 +1,7 @@
-"""Conversations as token ids: how a chat template writes them, and which ids are an agent's own.
+"""Chat templates: encodes conversations as token ids, with a mask of the agent's own tokens.
 
-`Encoder` is what a run uses: it makes the ids of an opening, of replies and of observations, and
-with them the action mask. `Template` takes a chat template apart for it.
+A run uses `Encoder`, which makes the ids of an opening, of replies and of observations, and the
+action mask with them. `Template` takes a tokenizer's chat template apart for it.
 """
 
 import hashlib
@@ -13,82 +13,93 @@ from engine.sampling import Sampler
 
 
 class Encoder:
-    """Makes token ids of conversations: of an opening, and of replies and observations in turn.
+    """Encodes conversations piece by piece: an opening, then replies and observations in turn.
 
-    Each piece becomes ids once, when it comes. So ids that an agent sampled are never made anew of
-    their text, and the action mask is made together with the ids: 1 on a reply up to its end of
-    turn, 0 on all that the agent reads. It reads up to where the template asks for a reply. What
-    else a template writes before one, such as Llama 2's blank, is the reply's.
+    Each piece is tokenised once, when it is added. The ids that an agent sampled are therefore
+    never replaced by a new tokenisation of their text. The action mask is made together with the
+    ids. It is 1 on replies, including their end-of-turn tokens, and 0 on all other tokens. An
+    end-of-turn token that was appended to an agent's reply has 0.
+
+    An opening or observation ends with the template's generation prompt. Anything else that the
+    template writes before a reply, such as Llama 2's space, belongs to the reply.
 
     Args:
-        tokenizer: Any tokenizer of transformers with a chat template.
-        vocabulary_size: How many tokens the model's embedding has; else as many as the tokenizer.
+        tokenizer: A tokenizer of transformers with a chat template.
+        vocabulary_size: Number of rows of the model's embedding. The default is the tokenizer's
+            largest id plus 1.
 
     Raises:
-        Refused: The pieces would not be what the template writes.
+        UsageError: The ids of the pieces differ from those of the rendered conversation.
     """
 
     def __init__(self, tokenizer, vocabulary_size: int | None = None):
         self.tokenizer = tokenizer
-        tokens = tokenizer.get_vocab().values()  # there may be gaps between them
-        self.vocabulary_size = vocabulary_size or max(tokens) + 1
-        self.valid_ids = {i for i in tokens if i < self.vocabulary_size}
+        all_ids = tokenizer.get_vocab().values()  # they may have gaps
+        self.vocabulary_size = vocabulary_size or max(all_ids) + 1
+        self.valid_ids = {i for i in all_ids if i < self.vocabulary_size}
         self.template = Template(tokenizer)
         self.special_tokens = self.template.special_tokens
-        # Some tokenizers look for their tokens in the normalised text, by the normalised token.
+        # Some tokenizers match their tokens in the normalised text, in normalised form. A message
+        # must contain neither form.
         normalised = map(self.template.normalised, self.special_tokens)
         self.forgeries = sorted({*self.special_tokens, *normalised} - {""})
-        self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end)
-        messages = conversation_that_templates_change()
-        for turns in range(len(messages)):
-            self.encode(messages[:turns + 1], opening=1)
+        self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end_token)
+        messages = hard_conversation()
+        for count in range(len(messages)):
+            self.encode(messages[:count + 1], opening=1)
 
-    # The ids of pieces.
+    # Encoding of pieces.
 
     def start(self, messages: list[dict]) -> Ids:
-        """The ids of an opening, up to where the agent's first reply begins."""
-        return self.tokenise(self.template.render(self.all_plain(messages), add_generation_prompt=True))
+        """Returns the ids of an opening, including the generation prompt of the first reply."""
+        return self.tokenise(self.render(messages, add_generation_prompt=True))
 
     def reply(self, text: str) -> Ids:
-        """The ids of a reply in words and of its end of turn."""
-        said = self.plain(text, is_reply=True)
-        piece = self.template.before_reply + said + self.template.after_reply
-        return self.ids_after(self.template.asked, piece)
+        """Returns the ids of a reply that is given as text, including its end-of-turn token."""
+        content = self.plain(text, is_reply=True)
+        piece = self.template.before_reply + content + self.template.after_reply
+        return self.ids_after(self.template.opening, piece)
 
     def observation(self, text: str) -> Ids:
-        """The ids from a reply's end of turn to where the next reply begins."""
+        """Returns the ids between a reply's end-of-turn token and the beginning of the next reply.
+        """
         before, after = self.template.before_observation, self.template.after_observation
-        return self.ids_after(self.template.end, before + self.plain(text) + after)
+        return self.ids_after(self.template.end_token, before + self.plain(text) + after)
 
     def plain(self, text: str, is_reply: bool = False) -> str:
-        """The text without control tokens, with which its author could open or end a turn, and
-        without blanks around it; those around a reply stay, if the template keeps them."""
+        """Returns a message's text without outer whitespace and with its special tokens broken up.
+
+        With special tokens, a text could end its message and forge another one. Whitespace around a
+        reply stays if the template keeps it.
+        """
         if not isinstance(text, str):
-            raise UsageError(f"a turn says {text!r:.60}, which is no text; mend who says it")
+            raise UsageError(f"the content of a message is {text!r:.60}, which is no text; fix the "
+                             "source of the message")
         if text != text.encode(errors="replace").decode():
-            raise UsageError(f"a turn says {text!r:.60}, with half a character (a surrogate without "
-                           "the other); mend who says it")
-        text = broken(text, self.special_tokens)
+            raise UsageError(f"the content of a message is {text!r:.60}, which has a lone "
+                             "surrogate; fix the source of the message")
+        text = break_up(text, self.special_tokens)
         normal = self.template.normalised(text)
-        if any(token in normal for token in self.forgeries):  # variants of tokens
-            text = broken(normal, self.forgeries)
+        if any(token in normal for token in self.forgeries):  # the text has variants of tokens
+            text = break_up(normal, self.forgeries)
         return text if is_reply and self.template.keeps_whitespace else text.strip()
 
-    def all_plain(self, messages: list[dict]) -> list[dict]:
-        plain = []
+    def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
+        """Returns the template's text of a conversation, without special tokens in its contents."""
+        plain_messages = []
         for message in messages:
             content = self.plain(message["content"], message["role"] == "assistant")
-            plain.append({**message, "content": content})
-        return plain
+            plain_messages.append({**message, "content": content})
+        return self.template.render(plain_messages, add_generation_prompt)
 
     def ids_after(self, context: str, text: str) -> Ids:
-        """The ids of a text as they are behind the context."""
-        before = self.tokenise(context)
+        """Returns the ids that a text has when it follows a context."""
+        context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
-        if ids[:len(before)] != before:
-            self.template.refuse(
-                f"its tokens of {context[-20:]!r} change with what follows; use another")
-        return ids[len(before):]
+        if ids[:len(context_ids)] != context_ids:
+            self.template.refuse(f"the tokens of {context[-20:]!r} change with the text that "
+                                 "follows; use another model")
+        return ids[len(context_ids):]
 
     def tokenise(self, text: str) -> Ids:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -100,77 +111,85 @@ class Encoder:
                 f"{self.vocabulary_size:,}; resize the embedding, or use the model's own tokenizer")
         return ids
 
-    # Whole conversations.
+    # Encoding of whole conversations.
 
     def encode(self, messages: list[dict], opening: int) -> tuple[Ids, Ids]:
-        """Encodes a conversation of which the first messages are its opening.
+        """Encodes a conversation, and checks the ids against those of its rendered text.
 
         Args:
-            messages: Turns, {role, content}: an opening, then replies and observations in turn.
-            opening: How many messages come before the first reply that is an action.
+            messages: The opening, then replies and observations in turn, each {role, content}.
+            opening: Number of messages before the first reply that is an action.
 
         Returns:
-            The ids and the action mask, (l,) each.
+            The ids and the action mask, each of shape (l,).
 
         Raises:
-            Refused: The ids are not those of the template's text of the whole conversation.
+            UsageError: The ids differ from those of the whole conversation, rendered at once.
         """
         for number, message in enumerate(messages, 1):
             if set(message) != {"role", "content"}:
-                raise UsageError(f"turn {number} has {', '.join(message)}; give it role and content, "
-                               "and nothing else")
+                raise UsageError(f"message {number} has the fields {', '.join(message)}; give it "
+                                 "role and content, and nothing else")
+        # 1. Encode message by message.
         t = Trajectory()
         t.extend(self.start(messages[:opening]), is_action=False)
         for number, message in enumerate(messages[opening:], opening + 1):
             if message["role"] == "assistant":
-                self.check_blanks(message["content"], number)
+                self.check_whitespace(message["content"], number)
                 t.extend(self.reply(message["content"]), is_action=True)
             else:
                 t.extend(self.observation(message["content"]), is_action=False)
 
-        whole = self.tokenise(self.template.render(
-            self.all_plain(messages), add_generation_prompt=messages[-1]["role"] != "assistant"))
-        if messages[-1]["role"] == "assistant":
-            # What follows the last end of turn, a line break in ChatML, opens the next observation.
-            whole = whole[:len(t.ids)]
-        if whole != t.ids:
+        # 2. Compare with the ids of the whole conversation.
+        ends_with_reply = messages[-1]["role"] == "assistant"
+        expected = self.tokenise(self.render(messages, add_generation_prompt=not ends_with_reply))
+        if ends_with_reply:
+            # Text after the last end-of-turn token, such as ChatML's line break, opens the next
+            # observation.
+            expected = expected[:len(t.ids)]
+        if expected != t.ids:
             roles = ", ".join(message["role"] for message in messages[:4])
             self.template.refuse(
-                f"its chat template writes {len(messages)} turns ({roles} ...) otherwise than turn "
-                "by turn; give user and assistant in turn, and use an Instruct model that does not "
-                "think, number turns or change what they say")
+                f"its chat template renders {len(messages)} messages ({roles} ...) at once "
+                "differently from message by message; alternate user and assistant messages, and "
+                "use an Instruct model that does not think and does not number or change messages")
         return t.ids, t.action_mask
 
-    def check_blanks(self, reply: str, turn: int) -> None:
-        """Refused where a reply begins with blanks that the template takes away."""
+    def check_whitespace(self, reply: str, number: int) -> None:
+        """Raises UsageError if the template would remove whitespace from the start of a reply."""
         if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_whitespace:
-            self.template.refuse(f"turn {turn} begins with blanks, which its chat template takes "
-                                 "away; take them out, or use another model")
+            self.template.refuse(f"its chat template removes the whitespace that message {number} "
+                                 "begins with; remove it from the message, or use another model")
 
     def decode(self, ids: Ids) -> str:
-        """The text of ids, as it is, but for ends of turn."""
+        """Returns the exact text of ids, without end-of-turn tokens."""
         ids = [i for i in ids if i != self.end_of_turn]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def close(self, ids: Ids, stops: tuple[str, ...]) -> tuple[Ids, Ids, str]:
-        """Ends a sampled reply, before the first of the texts `stops` that is in it.
+        """Ends a sampled reply before its first stop string.
+
+        Args:
+            ids: The sampled ids.
+            stops: The stop strings.
 
         Returns:
-            The sampled ids that stay; the end of turn, if those lack it, else nothing; and the
-            reply, which is the text of those that stay.
+            The sampled ids that are kept, the ids to add (an end-of-turn token unless the kept ids
+            end with one), and the reply, which is the text of the kept ids.
         """
         text = self.decode(ids)
-        found = [text.index(stop) for stop in stops if stop in text]
-        if not found:
+        starts = [text.index(stop) for stop in stops if stop in text]
+        if not starts:
             if ids[-1] == self.end_of_turn:
                 return ids, [], text.strip()
             return ids, [self.end_of_turn], text.strip()
 
-        wanted = text[:min(found)]
+        wanted = text[:min(starts)]
         size = len(ids)
         while len(self.decode(ids[:size])) > len(wanted):
             size -= 1
-        # One token may hold the reply's last letters and blanks of the stop, such as "]\n".
+        # The last letters of the reply and the stop string's whitespace may share a token, such as
+        # "]\n". That token is kept if it adds no other text to the reply.
         reply = self.decode(ids[:size]).strip()
         longer = self.decode(ids[:size + 1]).strip()
         if reply != wanted.strip() and longer == wanted.strip():
@@ -178,20 +197,23 @@ class Encoder:
         return ids[:size], [self.end_of_turn], reply
 
     def reply_ends(self, t: Trajectory) -> list[int]:
-        """The places in t.ids of the ends of its replies, (t.turns,), if it ends with a reply. Each
-        reply has an end of turn, also one that the agent did not write."""
+        """Returns the positions in t.ids of the end-of-turn tokens of its replies, (t.turns,).
+
+        The trajectory has to end with a reply. Every reply has an end-of-turn token, because one is
+        appended if the agent does not write it.
+        """
         ends = []
-        for place, token in enumerate(t.ids):
+        for position, token in enumerate(t.ids):
             if token == self.end_of_turn:
-                ends.append(place)
-        # Most templates end what an agent reads by the same token, too. Then, counted from the last
-        # one, every second is a reply's.
+                ends.append(position)
+        # In most templates, the same token also ends the messages that the agent reads. Then every
+        # second end, counted from the last one, belongs to a reply.
         stride = 1 + self.observation("").count(self.end_of_turn)
         last_first = ends[::-1][::stride]
         return sorted(last_first[:t.turns])
 
     def cut(self, t: Trajectory, replies: int) -> Trajectory:
-        """The trajectory up to the end of its reply number `replies`."""
+        """Returns the trajectory with only its first `replies` replies."""
         if replies >= t.turns:
             return t
         size = self.reply_ends(t)[replies - 1] + 1
@@ -199,36 +221,48 @@ class Encoder:
                        ended="turn_limit")
 
     def without_ends(self, t: Trajectory) -> Trajectory:
-        """The trajectory with a mask that leaves out what ends turns and what ended the episode,
-        which is all of its last reply; unless nothing would be left."""
+        """Returns the trajectory with an action mask of 0 on its end-of-turn tokens.
+
+        The mask is also 0 on the last reply if that reply ended the episode. If no action token
+        would be left, the trajectory is returned unchanged.
+        """
         ends = self.reply_ends(t)
         mask = list(t.action_mask)
         for end in ends:
             mask[end] = 0
         if t.ended == "done" and len(ends) > 1:
-            last = ends[-2] + 1
-            mask[last:] = [0] * len(mask[last:])
+            last_reply = ends[-2] + 1
+            mask[last_reply:] = [0] * len(mask[last_reply:])
         return replace(t, action_mask=mask) if any(mask) else t
 
     def sampler(self, temperature: float = 1.0) -> Sampler:
-        """The distribution that agents sample from: of all tokens but those that are no text, which
-        are control tokens, the end of turn excepted, and rows of the embedding without a token."""
-        control = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
-        drawn = self.valid_ids - set(control) | {self.end_of_turn}
-        never = set(range(self.vocabulary_size)) - drawn
-        return Sampler(temperature, tuple(sorted(never)), self.vocabulary_size)
+        """Returns the distribution that agents sample from.
+
+        It suppresses special tokens except for the end-of-turn token, and rows of the embedding
+        that belong to no token.
+        """
+        special_ids = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
+        allowed = self.valid_ids - set(special_ids) | {self.end_of_turn}
+        suppressed = set(range(self.vocabulary_size)) - allowed
+        return Sampler(temperature, tuple(sorted(suppressed)), self.vocabulary_size)
 
     def fingerprint(self) -> str:
-        """What tells ids of this encoder from another's: template, control tokens, tokenizer."""
-        words = sorted(self.tokenizer.get_vocab().items())
+        """Returns a hash of the chat template, the special tokens and the tokenizer.
+
+        Encoders with the same fingerprint encode every conversation alike.
+        """
+        tokenizer = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
-            words = self.tokenizer.backend_tokenizer.to_str()
-        known = repr([self.template.text, self.special_tokens, words])
-        return hashlib.sha256(known.encode()).hexdigest()[:16]
+            tokenizer = self.tokenizer.backend_tokenizer.to_str()
+        state = repr([self.template.text, self.special_tokens, tokenizer])
+        return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
-def broken(text: str, tokens: list[str]) -> str:
-    """Returns a text in which each of these tokens is broken up, so that it is text alone."""
+def break_up(text: str, tokens: list[str]) -> str:
+    """Returns the text with each of the given tokens broken up, so that it is only text.
+
+    A space follows the token's first character. A token of one character becomes its code point.
+    """
     for token in tokens:
         if len(token) == 1:
             text = text.replace(token, f"U+{ord(token):04X}")
@@ -237,9 +271,12 @@ def broken(text: str, tokens: list[str]) -> str:
     return text
 
 
-def conversation_that_templates_change() -> list[dict]:
-    """Twelve turns, which some templates number. They say what some leave out (a thought), escape
-    (quotes, brackets), squeeze (blanks and empty lines) or shorten (long texts)."""
+def hard_conversation() -> list[dict]:
+    """Returns twelve messages that a chat template may change.
+
+    Some templates number messages, leave out reasoning, escape quotes and brackets, squeeze spaces
+    and empty lines, or shorten long texts. The contents have all of these.
+    """
     messages = []
     for n in range(6):
         for role in ["user", "assistant"]:
@@ -249,9 +286,9 @@ def conversation_that_templates_change() -> list[dict]:
     return messages
 
 
-# Some templates write today's date. What an agent reads must not change at midnight, and a saved
-# agent reads in anybody's tools what it was trained on: the date that Llama 3 falls back on. It
-# stands in front of such a template.
+# Some templates write today's date. The prompt must not change at midnight, and a saved agent must
+# read the same prompt in other tools as in training. This macro, placed before such a template,
+# fixes the date at 26 July 2024, the default of Llama 3's template.
 FIXED_DATE = """{%- macro strftime_now(form) -%}
     {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
         | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
@@ -260,45 +297,46 @@ FIXED_DATE = """{%- macro strftime_now(form) -%}
 
 
 class Template:
-    r"""A tokenizer's chat template: how it writes a conversation as one text.
+    r"""The chat template of a tokenizer, taken apart into the text around messages.
 
-    ChatML, for example, writes this, where \n is a line break. Llama 2 and others differ in what
-    stands between the contents alone:
+    ChatML, for example, renders the text below, where \n is a line break. Llama 2 and other
+    templates differ only in the text between the contents:
 
         <|im_start|>user\nbuy a mug<|im_end|>\n<|im_start|>assistant\n       the opening
         click[mug]<|im_end|>                                               a reply
         \n<|im_start|>user\nBought.<|im_end|>\n<|im_start|>assistant\n        an observation
 
     Args:
-        tokenizer: Any tokenizer of transformers.
+        tokenizer: A tokenizer of transformers.
 
     Raises:
-        Refused: There is no template, or none that can be taken apart like this.
+        UsageError: The tokenizer has no chat template, or one that cannot be taken apart like this.
     """
 
-    # What it writes around contents, in the example above:
-    before_reply: str        # nothing; a space in Llama 2
+    # The text around contents, with its values in the example above:
+    before_reply: str        # empty; a space in Llama 2
     after_reply: str         # <|im_end|>
     before_observation: str  # \n<|im_start|>user\n
-    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n
-    end: str                 # <|im_end|>, the control token that ends a reply
-    asked: str               # an opening, up to where the agent replies
-    keeps_whitespace: bool       # whether blanks around a reply stay
-    special_tokens: list[str]  # tokens that are no text: special ones, and others that mark turns
+    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, with the generation prompt
+    end_token: str           # <|im_end|>, the end-of-turn token of a reply
+    opening: str             # an example of an opening
+    keeps_whitespace: bool   # True if whitespace around a reply is kept
+    special_tokens: list[str]  # the tokenizer's special tokens, and the template's turn markers
 
     def __init__(self, tokenizer):
+        # 1. Find the template.
         self.tokenizer = tokenizer
         if not tokenizer.chat_template:
             self.refuse("it has no chat template; use a chat model")
         try:
             self.text = tokenizer.get_chat_template()
         except ValueError:
-            self.refuse(f"of its chat templates, {', '.join(tokenizer.chat_template)}, none is "
-                        "called default; save it with one alone")
+            self.refuse("none of its chat templates is called default: "
+                        f"{', '.join(tokenizer.chat_template)}; save it with only one template")
         if "strftime_now" in self.text and FIXED_DATE not in self.text:
             self.text = FIXED_DATE + self.text
 
-        # A conversation whose contents are marks shows what stands between contents.
+        # 2. Render conversations whose contents are all the same mark, and split them at the marks.
         mark = "CONTENT"
         while mark in self.text:
             mark += "X"
@@ -306,65 +344,73 @@ class Template:
         assistant = dict(role="assistant", content=mark)
         pieces = self.render([user, assistant, user], add_generation_prompt=True).split(mark)
         closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
-        changes = ("its chat template changes a turn that was answered; use an Instruct model that "
-                   "does not think")
-        if len(pieces) != 4:  # what stands before, between and behind three contents
+        changes = ("its chat template changes a message once it is answered; use an Instruct model "
+                   "that does not think")
+        if len(pieces) != 4:  # the text before, between and after three contents
             self.refuse(changes)
-        special_tokens = self.markers_in("".join([*pieces, closing]))
+        special_tokens = self.special_tokens_in("".join([*pieces, closing]))
         self.special_tokens = sorted(special_tokens)
-        blank = dict(role="assistant", content=f"  {mark}  ")
-        self.keeps_whitespace = f"  {mark}  " in self.render([user, blank], add_generation_prompt=False)
+        spaced = dict(role="assistant", content=f"  {mark}  ")
+        rendered = self.render([user, spaced], add_generation_prompt=False)
+        self.keeps_whitespace = f"  {mark}  " in rendered
         opening, to_reply, to_observation, self.after_observation = pieces
         if not to_reply.startswith(self.after_observation):
             self.refuse(changes)
-        self.asked = opening + mark + self.after_observation
+        self.opening = opening + mark + self.after_observation
 
-        # All that stands before a reply has to come from the template where it asks for one. Else
-        # agents would have to write it themselves, and would be trained to.
+        # 3. The generation prompt has to contain all text before a reply. Otherwise agents would
+        # have to write the rest themselves, and would be trained to do so.
         self.before_reply = to_reply.removeprefix(self.after_observation)
         if self.before_reply.strip():
-            self.refuse(f"its chat template does not write {self.before_reply!r} where it asks for "
-                        "a reply (add_generation_prompt); use another model")
+            self.refuse(f"{self.before_reply!r} is missing from the generation prompt of its chat "
+                        "template (add_generation_prompt); use another model")
 
-        # The first control token behind a reply ends it. What follows opens the next observation.
-        ends = [token for token in special_tokens if token in closing]
-        if not ends:
-            self.refuse("no control token ends a reply in its chat template; use a chat model")
-        self.end = min(ends, key=closing.index)
-        size = closing.index(self.end) + len(self.end)
+        # 4. The first special token after a reply ends it. The text after that token opens the next
+        # observation.
+        end_tokens = [token for token in special_tokens if token in closing]
+        if not end_tokens:
+            self.refuse("no special token ends a reply in its chat template; use a chat model")
+        self.end_token = min(end_tokens, key=closing.index)
+        size = closing.index(self.end_token) + len(self.end_token)
         self.after_reply = closing[:size]
         self.before_observation = to_observation[size:]
 
-    def markers_in(self, text: str) -> set[str]:
-        """The tokenizer's special tokens, and other tokens that were added to it and that the
-        template writes, but for words and blanks."""
-        found = {token for token in self.tokenizer.all_special_tokens if token}
+    def special_tokens_in(self, text: str) -> set[str]:
+        """Returns the tokenizer's special tokens, and the added tokens that mark turns in a text.
+
+        An added token marks turns if the template writes it and it is neither a word nor
+        whitespace.
+        """
+        special_tokens = {token for token in self.tokenizer.all_special_tokens if token}
         for token in self.tokenizer.added_tokens_decoder.values():
-            marks = str(token) in text and not str(token).isalnum() and str(token).strip()
-            if token.special or marks:
-                found.add(str(token))
-        return found
+            marks_turns = str(token) in text and not str(token).isalnum() and str(token).strip()
+            if token.special or marks_turns:
+                special_tokens.add(str(token))
+        return special_tokens
 
     def normalised(self, text: str) -> str:
-        """The text as the tokenizer reads it."""
+        """Returns a text as the tokenizer's normaliser changes it."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or backend.normalizer is None:
             return text
         return backend.normalizer.normalize_str(text)
 
     def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        """The text of a conversation; go_on: up to where the next reply begins."""
+        """Returns the text of a conversation, followed by the generation prompt if requested."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.text, add_generation_prompt=add_generation_prompt, tokenize=False)
-        except Exception as error:  # whatever a template does
+                messages, chat_template=self.text, add_generation_prompt=add_generation_prompt,
+                tokenize=False)
+        except Exception as error:  # a template may raise any error
             self.refuse(f"its chat template fails: {first_line(error)}; use another model")
 
-    def refuse(self, why: str):
-        raise UsageError(f"--model {self.tokenizer.name_or_path}: its tokenizer cannot be used: {why}")
+    def refuse(self, reason: str):
+        raise UsageError(f"--model {self.tokenizer.name_or_path}: its tokenizer cannot be used: "
+                         f"{reason}")
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line; with its kind where that is a word alone."""
+    """Returns the first line of an error's message, with the error's type if it is a single word.
+    """
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

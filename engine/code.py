@@ -1,5 +1,7 @@
-"""The code of a run: its commit, and the files that differ from it. `Run` records both; `--branch`
-and `compare` print which files differ between two runs."""
+"""The code version of a run: the git commit, and the files that differ from it.
+
+`Run` records both. --branch and `compare` print the files that differ between two runs.
+"""
 
 import hashlib
 import re
@@ -7,14 +9,15 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = r"(^|/)(\.|site-packages/)"  # of a virtual environment, and other hidden folders
+INSTALLED = r"(^|/)(\.|site-packages/)"  # paths in virtual environments and hidden folders
 
 
 def code_now() -> dict:
-    """Return the code of this program: {commit, files}.
+    """Returns the version of this program's code, {commit, files}.
 
-    `files` has the hash of every .py file that differs from the commit, None for a deleted one, and
-    of every .py file if the program is not in a git repository (`commit` is None then).
+    `files` maps the .py files that differ from the commit to their hashes, and deleted files to
+    None. If the program is not in a git repository, `commit` is None, and `files` holds all .py
+    files.
     """
     commit = git("rev-parse", "HEAD") if git("ls-files", "coevolve.py") else None
     if commit:
@@ -29,47 +32,51 @@ def code_now() -> dict:
 
 
 def git(*words: str) -> str:
-    """Return what git prints in the program's folder, "" if it fails or is not installed."""
+    """Returns the output of git in the program's folder, or "" if git fails or is not installed."""
     try:
-        done = subprocess.run(["git", "-c", "core.quotePath=off", *words], cwd=ROOT, text=True,
-                              capture_output=True)
+        result = subprocess.run(["git", "-c", "core.quotePath=off", *words], cwd=ROOT, text=True,
+                                capture_output=True)
     except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return result.stdout if result.returncode == 0 else ""
 
 
 def blob_hash(file: Path) -> str | None:
-    """Return git's hash of a file's content, None if the file is not there."""
+    """Returns git's hash of a file's content, or None if the file does not exist."""
     if not file.exists():
         return None
     content = file.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def code_differences(one: dict | None, other: dict | None) -> list[str]:
-    """Return the names of the files that differ between two records of `code_now`.
+def code_differences(first: dict | None, second: dict | None) -> list[str]:
+    """Returns the names of the files that differ between two results of `code_now`.
 
-    If the files of one cannot be known, because it has no record or this repository does not have
-    its commit, the list has one entry that says so.
+    If a run has no such record, or this repository does not have its commit, the list has a single
+    entry with this reason.
     """
-    if not one or not other:
+    if not first or not second:
         return ["(one of the runs has no record of its code)"]
-    same = one["commit"] == other["commit"]
+    same_commit = first["commit"] == second["commit"]
     files = []
-    for record in one, other:
+    for record in first, second:
         committed = {}
-        if record["commit"] and not same:
-            committed = files_of(record["commit"])
+        if record["commit"] and not same_commit:
+            committed = hashes_in_commit(record["commit"])
             if not committed:
-                return [f"(not known: this repository has no commit {record['commit']})"]
+                return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    missing = "as in the commit of both" if same else None  # None: the file is not there
+    # With the same commit, an unlisted file is as in that commit. Otherwise it does not exist.
+    missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 
 
-def files_of(commit: str) -> dict[str, str]:
-    """Return the hashes of the .py files of a commit, by name; none if it is not known here."""
+def hashes_in_commit(commit: str) -> dict[str, str]:
+    """Returns the hashes of the .py files in a commit, by name.
+
+    The result is empty if this repository does not have the commit.
+    """
     files = {}
     for line in git("ls-tree", "-r", commit).splitlines():
         kind, name = line.split("\t")

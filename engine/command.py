@@ -1,4 +1,4 @@
-"""The command line of a program: its settings, its run, and an end in one line, whatever happens.
+"""The command line of a program: parses settings, runs a method, and ends errors in one line.
 
 `python coevolve.py`, `python evolve.py` and `bash run.sh ENV` all call `main`.
 """
@@ -23,31 +23,34 @@ from engine import console
 from environments import environment
 from envs import EnvError
 
-# Errors that are the user's or the machine's, and no bug.
+# Errors that come from the user's input or from the machine. All other errors are bugs.
 EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
-# A full disk, as libraries report it that raise a plain Exception.
+# Messages about a full disk, which some libraries raise as a plain Exception.
 FULL = re.compile("No space left on device|Disk quota exceeded")
-# What gloo and NCCL say where the process at the other end has died.
+# Messages of gloo and NCCL when the process at the other end has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
 
 def main(argv: list[str], settings_class, run_class, methods: dict, program: str,
          finish: Callable | None = None):
-    """Runs the loop of a method, as a command line asks for it; the run.
+    """Runs the method that a command line selects, and returns the run.
+
+    An expected error ends the process with one line on stderr and exit status 2.
 
     Args:
-        argv: The words of the command line.
-        settings_class: That of all its settings.
-        run_class: `engine.run.Run`, or one that extends it.
-        methods: name -> `Method`.
-        program: What --help and messages call the program.
-        finish: finish(run) does on the first rank what is left after the last phase, and returns a
-            line about it.
+        argv: The command-line arguments.
+        settings_class: The class of all settings.
+        run_class: `engine.run.Run`, or a class that extends it.
+        methods: The `Method` of each method name.
+        program: Name of the program in --help and in messages.
+        finish: Called as finish(run) on the first rank, after the last phase. It completes the run
+            and returns a line to print.
     """
+    # 1. Signals, output streams and settings.
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    for stream in sys.stdout, sys.stderr:  # a console may lack letters, and is no reason to end
+    for stream in sys.stdout, sys.stderr:  # a character that a console lacks must not end the run
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     transformers.utils.logging.disable_progress_bar()
     run = None
@@ -55,13 +58,17 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` prints no error
         settings, options = parse(argv, settings_class, methods, environment, program)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a server that closes a socket is an error
+
+        # 2. The run.
         method = methods[settings.method]
         run = run_class(settings, options, method.beside)
-        gc.freeze()  # else each freeing of memory walks all that was imported, 0.2 s
+        gc.freeze()  # otherwise each garbage collection visits all imported objects, 0.2 s
         method.loop(run)
         run.close()
+
+        # 3. The result.
         page = finish(run) if finish and run.main else ""
-        run.machine.accelerator.end_training()  # here a tracker may print, and the result is last
+        run.machine.accelerator.end_training()  # trackers may print here, so the result comes last
         run.print("\n".join(closing_lines(run, page)))
     except Exception as error:
         if isinstance(error, BrokenPipeError) and is_unread():
@@ -69,15 +76,19 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         line = one_line(error, resumes=run is not None)
         if line is None:
             raise
-        if rank() > 0:  # what all ranks say is said once, by the first
+        if rank() > 0:  # if all ranks have the same error, only the first one prints it
             time.sleep(5)
         end(line, 2)
     return run
 
 
 def closing_lines(run, page: str) -> list[str]:
-    """Returns the last lines of a run: its result, the line about its page, if it has one, and the
-    commands that can follow."""
+    """Returns the last lines of a run: its result, and commands to use next.
+
+    Args:
+        run: The finished run.
+        page: The line about the run's page, or "" if the run has none.
+    """
     folder = shlex.quote(str(run.folder))
     seconds = sum(row["seconds"] for row in run.done.values())
     lines = [f"\n{run.folder}: {console.headline(vars(run.settings))}", *console.closing(run.done),
@@ -89,7 +100,7 @@ def closing_lines(run, page: str) -> list[str]:
 
 
 def is_unread() -> bool:
-    """Returns True if stdout or stderr is a pipe that nobody reads any more."""
+    """Returns True if stdout or stderr is a pipe whose reader has closed it."""
     pipes = select.poll()
     pipes.register(1, 0)
     pipes.register(2, 0)
@@ -97,23 +108,24 @@ def is_unread() -> bool:
 
 
 def one_line(error: Exception, resumes: bool = False) -> str | None:
-    """Returns the message of an error that is the user's or the machine's. None: it is a bug.
+    """Returns an expected error's message in one line with a remedy, or None if it is a bug.
 
     Args:
         error: The error.
-        resumes: The error ended a run that the same command resumes, once its cause is gone.
+        resumes: True if the error ended a run that the same command resumes after a fix.
     """
     text = console.visible(" ".join(str(error).split()))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         if not resumes:
             return "out of memory; lower --tokens-per-forward, --slots or --max-tokens"
-        # A task's trajectories stay in one micro-batch, so fewer --tokens-per-forward may not help.
+        # All trajectories of a task are in one micro-batch, so a lower --tokens-per-forward may not
+        # be enough.
         return ("out of memory; add --gradient-checkpointing on, or lower --tokens-per-forward or "
                 "--slots, and rerun the same command to resume; or lower --max-tokens and give "
                 "another --out")
-    if isinstance(error, RuntimeError) and any(said in text for said in PEER_GONE):
-        return f"process {rank()} ends because another one has; its message says why"
-    if isinstance(error, FloatingPointError):  # the same command would meet it again
+    if isinstance(error, RuntimeError) and any(message in text for message in PEER_GONE):
+        return f"process {rank()} ends because another process ended; see the message of that one"
+    if isinstance(error, FloatingPointError):  # the same command would fail again
         return f"{text}; lower the learning rate and give another --out"
     if FULL.search(text):
         text += "; make room on the disk"
@@ -125,22 +137,23 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
 
 
 def rank() -> int:
-    """Returns the number of this process among those of the run, 0 if it is the only one."""
+    """Returns the rank of this process, which is 0 if it is the only one."""
     number = os.environ.get("RANK", "")
     return int(number) if number.isdigit() and os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
 
 def stop(number: int, _) -> None:
-    """Ends the program by Ctrl-C or SIGTERM. Of several ranks only the first prints a line."""
+    """Ends the program after Ctrl-C or SIGTERM. Only the first rank prints a line."""
     if rank() > 0:
         os._exit(128 + number)
     end("stopped; rerun the same command to resume", 128 + number)
 
 
 def end(line: str, status: int) -> None:
-    """Ends this process at once, with a line; it waits for no environment that hangs."""
+    """Prints a line and ends this process at once, without waiting for an environment that hangs.
+    """
     with suppress(Exception):
-        sys.stdout.flush()  # what was said before stands before it
+        sys.stdout.flush()  # print earlier output before the line
     with suppress(OSError):
         os.write(2, f"\r{line}\n".encode(errors="replace"))
     os._exit(status)

@@ -1,21 +1,28 @@
-"""Words: what is said of a finished phase, and of a run when it ends. `Run` and `main` say it."""
+"""The text that a run prints about a finished phase, and about its results when it ends."""
 
 from collections import defaultdict
 
-# What shares of episodes are called for a person.
-SHARES = {"success": "success", "hard_negative": "hard negatives", "other_failure": "other failures",
-          "idle": "idle replies", "turn_limit": "at the turn limit"}
-# What is recorded of a phase beside what it found.
+# Labels of the shares of episodes, and of replies, that a phase records.
+SHARES = {"success": "success", "hard_negative": "hard negatives",
+          "other_failure": "other failures", "idle": "idle replies", "turn_limit": "turn limit"}
+# Entries of a phase's record that its line does not print as results.
 RECORDS = {"i", "seconds", "edited"}
 
 
 def sentence(output: str, row: dict) -> str:
-    """What is said of a phase, such as
-    "iter1/target.jsonl  400 episodes, reward 0.512, 35% solved, 40% hard failures, ...  1:12"."""
+    """Returns the line about a finished phase, with its results and its time in minutes.
+
+    For example: "iter1/target.jsonl  400 episodes, reward 0.512, success 35%, hard negatives 40%,
+    other failures 25%, 5.4 turns each, idle replies 2%, turn limit 3%  1:12".
+
+    Args:
+        output: The phase's output.
+        row: The phase's record in phases.json.
+    """
     parts = []
     for name, value in row.items():
-        shown = name not in RECORDS and not name.startswith("first_")
-        if shown and isinstance(value, (int, float, dict)):
+        printed = name not in RECORDS and not name.startswith("first_")
+        if printed and isinstance(value, (int, float, dict)):
             parts.append(phrase(name, value, row))
     minutes, seconds = divmod(round(row["seconds"]), 60)
     edited = "  edited since" if "edited" in row else ""
@@ -23,13 +30,19 @@ def sentence(output: str, row: dict) -> str:
 
 
 def phrase(name: str, value, row: dict) -> str:
-    """A number in words, or some numbers by name with their sum; row: what stands beside it."""
+    """Returns the text of one result of a phase.
+
+    Args:
+        name: Name of the result.
+        value: A number, or a dictionary of counts, which are printed with their sum.
+        row: The phase's record, which may have the result's first value.
+    """
     if isinstance(value, dict):
-        each = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
         total = counted(sum(value.values()), name)
-        return f"{total} ({each})" if each else total
+        return f"{total} ({counts})" if counts else total
     if name in SHARES:
-        return f"{value:.0%} {SHARES[name]}"
+        return f"{SHARES[name]} {value:.0%}"
     if name == "turns":
         return f"{value:.1f} turns each"
     if f"first_{name}" in row:
@@ -47,36 +60,45 @@ def counted(n: int, name: str) -> str:
 
 
 def headline(s: dict) -> str:
-    """Which run one of these settings is."""
+    """Returns the method, environment, model and seed of a run with these settings."""
     return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
 
 def closing(done: dict[str, dict]) -> list[str]:
-    """What became of each agent that was evaluated, a line each, such as
-    "target, test: reward 0.762 -> 0.791, solved 32% -> 45%; unseen: reward ..."."""
-    evaluations = defaultdict(list)  # (agent, split) -> rows, in order
+    """Returns a line per evaluated agent, with its results before and after preference training.
+
+    For example: "target, test: reward 0.762 -> 0.791, success 32% -> 45%; unseen: reward ...".
+
+    Args:
+        done: The records of all finished phases, by output.
+    """
+    evaluations = defaultdict(list)  # (agent, split) -> records, in order
     for row in done.values():
         if "split" in row and row.get("episodes"):
             evaluations[row["name"], row["split"]].append(row)
-    said = defaultdict(list)  # agent -> what is said of each split
+    results = defaultdict(list)  # agent -> text about each split
     for (agent, split), rows in evaluations.items():
-        rewards = " -> ".join(f"{row['reward']:.3f}" for row in ends_of(rows))
-        solved = " -> ".join(f"{row['success']:.0%}" for row in ends_of(rows))
+        rewards = " -> ".join(f"{row['reward']:.3f}" for row in first_and_last(rows))
+        successes = " -> ".join(f"{row['success']:.0%}" for row in first_and_last(rows))
         edited = ", edited since" if any("edited" in row for row in rows) else ""
-        said[agent].append(f"{split}: reward {rewards}, solved {solved}{edited}")
-    return [f"{agent}, {'; '.join(splits)}" for agent, splits in said.items()]
+        results[agent].append(f"{split}: reward {rewards}, success {successes}{edited}")
+    return [f"{agent}, {'; '.join(splits)}" for agent, splits in results.items()]
 
 
-def ends_of(rows: list) -> list:
-    """The first one and the last, if there are two."""
+def first_and_last(rows: list) -> list:
+    """Returns the first and the last row, or the only one."""
     return rows if len(rows) == 1 else [rows[0], rows[-1]]
 
 
 def visible(text: str) -> str:
-    """`text` with control characters and others that a terminal may obey escaped, by number."""
-    shown = ""
+    """Returns a text with its control characters escaped as hexadecimal code points.
+
+    A terminal could obey these and other unprintable characters. Line breaks stay, and a tab
+    becomes a space.
+    """
+    escaped = ""
     for c in text.replace("\r\n", "\n"):
         if c == "\t":
             c = " "
-        shown += c if c.isprintable() or c == "\n" else f"<{ord(c):02X}>"
-    return shown
+        escaped += c if c.isprintable() or c == "\n" else f"<{ord(c):02X}>"
+    return escaped

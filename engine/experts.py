@@ -1,4 +1,4 @@
-"""Demonstrations: the experts that agents imitate, of a script or a file, and which are kept."""
+"""Expert trajectories (demonstrations): collects, selects and writes them."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,19 +12,33 @@ from envs import Environment
 
 
 def collect_experts(run, out: Path, file: Path | None = None) -> dict:
-    """Collects an expert for each training task, from a file or from the scripted expert. Where a
-    file has several of a task, as an agent's own trajectories are, the best is its expert."""
+    """Collects one expert trajectory per training task, and writes them.
+
+    They come from the environment's scripted expert or from a file. A file may have several
+    trajectories per task, for example those of an agent. The best one of each task is used.
+
+    Args:
+        run: The run.
+        out: The file to write.
+        file: The file of expert trajectories, or None for the scripted expert.
+
+    Returns:
+        The number of expert trajectories, and the number of dropped ones by reason.
+
+    Raises:
+        UsageError: No expert trajectory is left.
+    """
     s = run.settings
     env = run.make_env()
     evaluated = evaluated_tasks(env, run.splits)
-    opening = len(env.opening(""))  # turns before an expert's first reply
+    opening = len(env.opening(""))  # number of messages before an expert's first reply
     kept = []
     dropped = Counter()
     total = None if file else len(env.tasks("train")[:s.train_tasks or None])
-    collected = experts(env, file, s.train_tasks, dropped)
+    collected = experts(env, file, s.train_tasks, dropped, run.print)
     for task, messages, reward in run.bar(total, collected):
         ids, mask = run.encoder.encode(messages, opening)
-        replies = sum(turn["role"] == "assistant" for turn in messages[opening:])
+        replies = sum(message["role"] == "assistant" for message in messages[opening:])
         t = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, reward=reward,
                        turns=replies, ended="done")
         if repr(env.find(task)) in evaluated:
@@ -37,12 +51,13 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
             kept.append(t)
     env.close()
     if not kept:
-        raise UsageError(f"no expert is left: {dict(dropped)}; lower what dropped it")
+        raise UsageError(f"no expert trajectory is left; dropped: {dict(dropped)}; change the "
+                         "settings that dropped them")
 
     if len(kept) < dropped.total():
         run.print(f"{run.name}: warning: {len(kept)} of {len(kept) + dropped.total()} expert "
-                f"trajectories are kept; dropped: {dict(dropped)}; see "
-                f"--expert-min-reward {s.expert_min_reward} and --max-tokens {s.max_tokens}")
+                  f"trajectories are kept; dropped: {dict(dropped)}; see "
+                  f"--expert-min-reward {s.expert_min_reward} and --max-tokens {s.max_tokens}")
     best = best_of_tasks(kept)
     if len(best) < len(kept):
         dropped["not the best of its task"] = len(kept) - len(best)
@@ -51,28 +66,36 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
-    """What the evaluated tasks are, since a task may have several ids."""
-    found = set()
+    """Returns the contents of all tasks in the given splits.
+
+    Contents identify a task, since the same task may have several ids.
+    """
+    contents = set()
     for split in splits:
         for task in env.tasks(split):
-            found.add(repr(env.find(task)))
-    return found
+            contents.add(repr(env.find(task)))
+    return contents
 
 
 def check_not_trained_on(run) -> None:
-    """Refused where a model that the run begins from was trained on an evaluated task, as far as
-    the run that it lies in says so."""
+    """Raises UsageError if a model that the run starts from was trained on an evaluated task.
+
+    The check covers models that lie in the folder of a run, whose files list its training tasks.
+    """
     evaluated = evaluated_tasks(run.env, run.splits)
     for flag, model in run.given_models().items():
-        both = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)} & evaluated
+        trained = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)}
+        both = trained & evaluated
         if both:
             raise UsageError(f"{flag} {model}: {len(both)} of {len(evaluated)} evaluated tasks are "
-                          "also trained on; give other --eval-splits")
+                             "also trained on; give other --eval-splits")
 
 
 def trained_on(model: Path, env: str) -> set[str]:
-    """The tasks of an environment on which the run was trained that a model lies in; none, if it
-    lies in none."""
+    """Returns the tasks of an environment that a model was trained on, according to its run.
+
+    The set is empty if the model's folder is in no run.
+    """
     tasks = set()
     run = run_of(model)
     if run:
@@ -82,7 +105,7 @@ def trained_on(model: Path, env: str) -> set[str]:
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Of each task the trajectory with the most reward, of equal ones the first."""
+    """Returns the trajectory with the highest reward of each task, and the first of equal ones."""
     best = {}  # task -> trajectory
     for t in trajectories:
         if t.task not in best or better(t.reward, best[t.task].reward):

@@ -1,7 +1,7 @@
-"""Passes: which trajectories a model reads in one forward, and on which rank. Nothing depends on
-it but time, and rounding.
+"""Forward passes: packs trajectories into padded batches, and distributes these over the ranks.
 
-`Run.log_probs` calls `distributed_log_probs`, or on a CPU `engine.prefix_sharing`.
+The schedule affects only the running time and rounding. `Run.log_probs` calls
+`distributed_log_probs`, or `engine.prefix_sharing` on a CPU.
 """
 
 import math
@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpo import Trajectory, in_fp32, token_log_probs
 
-LIMITS = 64   # sizes of passes that are tried where ranks share them [ours]
-FLOOR = 1024  # tokens: a pass of fewer hardly takes less time than one of so many [ours]
-Pass = list[int]  # of which trajectories it is, by their places; the longest is the first
+CANDIDATES = 64  # number of token limits that `schedule_rounds` tries [ours]
+MIN_COST = 1024  # tokens; a forward pass with fewer tokens takes about as long [ours]
+Pass = list[int]  # the indices of the trajectories in a forward pass, the longest one first
 
 
 def distributed_log_probs(
@@ -25,95 +25,116 @@ def distributed_log_probs(
     tokens: int,
     logits_processor: Callable = in_fp32,
 ) -> Tensor:
-    """Computes `token_log_probs` of many trajectories, by several passes that the ranks share.
+    """Computes `dpo.token_log_probs` of many trajectories in forward passes on all ranks.
 
     Args:
-        accelerator: accelerate's, which knows ranks, device and precision.
-        model: One that is whole on each rank, or in parts over all (FSDP2).
-        trajectories: The same ones on all ranks.
-        tokens: Of a pass at most, with padding; 0: each trajectory is a pass of its own.
-        scores: What pi is, as in `dpo.token_log_probs`.
+        accelerator: The Accelerator, which has the ranks, the device and the precision.
+        model: A causal language model, either a full copy on each rank or sharded by FSDP2.
+        trajectories: The trajectories, the same on all ranks.
+        tokens: The maximum number of tokens in a forward pass, padding included. If it is 0, each
+            trajectory gets its own pass.
+        logits_processor: The same function as in `dpo.token_log_probs`.
 
     Returns:
-        (A,) nats, the same ones on all ranks. Gradients flow into the rank's own passes.
+        The log-probabilities of all action tokens, (A,), in nats, the same on all ranks. On each
+        rank, gradients flow only into the rank's own forward passes.
     """
     rank = accelerator.process_index
     ranks = accelerator.num_processes
     device = accelerator.device
     lengths = [len(t.ids) for t in trajectories]
-    found = [torch.zeros(t.action_count, device=device) for t in trajectories]
+    outputs = [torch.zeros(t.action_count, device=device) for t in trajectories]
+    # FSDP casts weights and activations itself, see `engine.models`.
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for passes in schedule_rounds(lengths, tokens, ranks):
-            # All ranks have to meet in a pass. One without work repeats a text, and forgets it.
-            works = rank < len(passes)
-            places = passes[rank] if works else passes[-1][-1:]
-            some = [trajectories[place] for place in places]
-            values = int(works) * token_log_probs(model, some, logits_processor)
-            parts = values.split([t.action_count for t in some])
-            for place, part in zip(places, parts):
-                found[place] = found[place] + part
-    mine = torch.cat(found)                                                       # (A,)
+            # FSDP needs every rank to run a forward pass, since each holds a part of every weight.
+            # A rank without work repeats a sequence and multiplies the result by 0.
+            has_work = rank < len(passes)
+            indices = passes[rank] if has_work else passes[-1][-1:]
+            batch = [trajectories[index] for index in indices]
+            values = int(has_work) * token_log_probs(model, batch, logits_processor)
+            for index, value in zip(indices, values.split([t.action_count for t in batch])):
+                outputs[index] = outputs[index] + value
+    own = torch.cat(outputs)                                                      # (A,)
     if ranks == 1:
-        return mine
+        return own
 
-    # The value is the sum over ranks: each has filled in what it has run, and left the rest 0. The
-    # gradient is that of this rank's passes, times `ranks`, since the optimiser loop and FSDP
-    # average gradients over ranks, where the loss asks for their sum.
-    value = accelerator.reduce(mine.detach())
-    gradient = ranks * (mine - mine.detach())  # zeros, whose gradient counts
+    # Value: each rank has filled in the tokens of its own passes, and has left the others 0. The
+    # sum over ranks is complete, so every rank computes the loss of the whole batch.
+    # Gradient: the backward pass of a rank only reaches its own passes, so the gradient of the
+    # batch is the sum over ranks. But FSDP, or `dpo.average_gradients` without it, computes the
+    # average: the sum divided by the number of ranks. Multiplying each rank's gradient by the
+    # number of ranks cancels this division.
+    value = accelerator.reduce(own.detach())
+    gradient = ranks * (own - own.detach())  # zeros that have a gradient
     return value + gradient
 
 
 def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bool:
-    """Returns True if trajectories need at most one forward pass on each rank, of at most `tokens`
-    tokens. `schedule_rounds` never chooses rounds that keep more in a rank's memory than this round."""
+    """Returns True if trajectories need at most one forward pass of `tokens` tokens on each rank.
+
+    This is the limit of a micro-batch (see `dpo.micro_batches`), because the activations of one
+    forward pass per rank fit in memory. `schedule_rounds` may choose several smaller passes, but
+    together they never hold more activations on a rank.
+    """
     return len(batch_by_length([len(t.ids) for t in trajectories], tokens)) <= ranks
 
 
 def schedule_rounds(lengths: list[int], tokens: int, ranks: int) -> list[list[Pass]]:
-    """Shares trajectories among ranks. In each round every rank runs one pass, and waits for the
-    slowest.
+    """Distributes trajectories over the ranks.
+
+    In each round, every rank runs one forward pass, and waits for the slowest rank.
 
     Args:
-        lengths: The tokens of each trajectory, (T,).
-        tokens: Of a pass at most, with padding; 0: each trajectory is a pass of its own.
-        ranks: How many passes run at the same time.
+        lengths: The number of tokens in each trajectory, (T,).
+        tokens: The maximum number of tokens in a forward pass, padding included. If it is 0, each
+            trajectory gets its own pass.
+        ranks: The number of ranks.
 
     Returns:
-        Rounds of at most `ranks` passes.
+        The rounds. A round has at most `ranks` passes.
     """
     if ranks == 1:
-        return [[one] for one in batch_by_length(lengths, tokens)]
+        return [[indices] for indices in batch_by_length(lengths, tokens)]
 
-    # Large passes are best for each rank, but where some are left over the others idle.
+    # The largest passes are the most efficient ones, but some ranks may be idle in the last round.
+    # We try several token limits, and choose the one with the shortest estimated time.
     best = []
     least = math.inf
-    for part in range(LIMITS, 0, -1):
-        passes = batch_by_length(lengths, tokens * part / LIMITS)
-        passes.sort(key=lambda one: cost(one, lengths), reverse=True)
+    for part in range(CANDIDATES, 0, -1):
+        passes = batch_by_length(lengths, tokens * part / CANDIDATES)
+        passes.sort(key=lambda indices: cost(indices, lengths), reverse=True)
         rounds = []
         time = 0
         for first in range(0, len(passes), ranks):
             rounds.append(passes[first:first + ranks])
-            time += max(FLOOR, cost(passes[first], lengths))
+            time += max(MIN_COST, cost(passes[first], lengths))
         if time < least:
             best = rounds
             least = time
     return best
 
 
-def cost(one: Pass, lengths: list[int]) -> int:
-    """The tokens of a pass with padding, in which all rows are as long as the longest."""
-    return len(one) * lengths[one[0]]
+def cost(indices: Pass, lengths: list[int]) -> int:
+    """Returns the number of tokens in a forward pass, padded to its longest trajectory."""
+    return len(indices) * lengths[indices[0]]
 
 
 def batch_by_length(lengths: list[int], limit: float) -> list[Pass]:
-    """Passes that cost at most so many tokens, or are of one trajectory that has more. The longest
-    come first, so that those of a pass are of like length and little is padded."""
+    """Packs trajectories of similar length into forward passes, so that there is little padding.
+
+    Args:
+        lengths: The number of tokens in each trajectory, (T,).
+        limit: The maximum number of tokens in a forward pass, padding included. A trajectory that
+            has more forms a pass by itself.
+
+    Returns:
+        The passes. The longest trajectories come first.
+    """
     passes = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if not passes or cost(passes[-1], lengths) + lengths[passes[-1][0]] > limit:
             passes.append([])
-        passes[-1].append(place)
+        passes[-1].append(index)
     return passes

@@ -1,11 +1,24 @@
-"""Replies in conversations that go on: what a model has read of an episode, it never reads again.
+"""Multi-turn generation with a KV cache that is kept across turns: no token is prefilled twice.
 
-`Run.answer` replies with `CachedGenerator`, if `engine.self_check` has found that it serves the model. A row of the
-cache is an episode that is being played, a column is a place in it: token p stands in column p and
-sees columns 0 to p. There are no gaps, and nothing is moved when a token is added.
+`Run.make_generator` returns a `CachedGenerator` if the model passes the check in
+`engine.self_check`. The cache holds the attention keys and values of all tokens so far, in each
+layer:
 
-Shapes: R rows, of which B are run; n new tokens of each, which see C columns; V words; H heads for
-queries, G of them for each head of keys.
+    column    0    1    2    3    4    5  ...  last
+    row 0     a0   a1   a2   a3   a4   -         x     episode a, 5 cached tokens
+    row 1     b0   b1   b2   -    -    -         x     episode b, 3 cached tokens
+    row 2     -    -    -    -    -    -         x     free
+
+The token at position p of an episode is stored in column p, and it attends to columns 0 to p. There
+are no gaps, and adding a token does not move any other token. Padding is written to the last
+column, x, which every attention mask hides.
+
+A turn starts with the prefill, which runs the new tokens of all episodes: a prompt or an
+observation. Each decode step then runs the last sampled token of all unfinished replies.
+
+Shapes: the cache has R rows. A forward pass runs B of them, with n new tokens each, which attend to
+C columns. V is the vocabulary size. There are H query heads of size d, and each key-value head
+serves G of them.
 """
 
 import math
@@ -24,192 +37,231 @@ from dpo import Ids
 from engine.forward_passes import batch_by_length
 from engine.sampling import PREFILL_CHUNK, Reply, Sampled, TokenSampler
 
-STEP = 16  # columns are seen in multiples of it, since kernels like round sizes [ours]
+COLUMN_MULTIPLE = 16  # C is a multiple of this, because kernels prefer round sizes [ours]
 
 
 @dataclass
-class Row:
-    """An episode: its reply, whose random numbers it is known by, and what has been read of it."""
-    reply: Reply
-    place: int  # in the cache
-    held: Ids   # the tokens whose keys and values are there
+class Slot:
+    """An episode in the cache, identified by the random number generator of its reply."""
+    reply: Reply     # the reply of the current turn
+    row: int         # the row of the cache
+    cached_ids: Ids  # the tokens whose keys and values are stored in this row
 
 
 class CachedGenerator:
-    """What replies to conversations: answer([(trajectory, random numbers)]) -> [(ids, log_probs)].
+    """Generates replies: generator([(trajectory, rng)]) returns [(ids, log_probs)].
 
     Args:
-        model: A model of plain or windowed attention in all layers.
-        draw: What draws a token.
-        slots: How many conversations go on at once, at most.
-        max_tokens: Of a conversation, at most.
-        max_new_tokens: Of a reply, at most.
-        tokens: Of a pass that reads, at most, with padding.
+        model: A causal language model with full or sliding-window attention in all layers.
+        token_sampler: The function that samples a token.
+        slots: The maximum number of episodes in the cache, R.
+        max_tokens: The maximum number of tokens in an episode.
+        max_new_tokens: The maximum number of tokens in a reply.
+        tokens: The maximum number of tokens in a forward pass of the prefill, padding included.
     """
 
-    def __init__(self, model, draw: TokenSampler, slots: int, max_tokens: int, max_new_tokens: int,
-                 tokens: int):
+    def __init__(self, model, token_sampler: TokenSampler, slots: int, max_tokens: int,
+                 max_new_tokens: int, tokens: int):
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation("grouped")
         self.model = model
-        self.draw = draw
+        self.token_sampler = token_sampler
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.tokens = tokens
-        self.shape = (slots, round_up(max_tokens + 1))  # (R, columns); the last one takes padding
-        self.rows = []                                 # in use
-        # A reference that does not count, else the cache would outlive whoever uses it.
-        self.cache = Cache(layer_class_to_replicate=partial(Layer, proxy(self)))
+        self.shape = (slots, round_up(max_tokens + 1))  # (R, columns), with one column for padding
+        self.used = []                                  # the slots that hold an episode
+        # The reference is weak, since a cycle would keep the cache in memory after its last use.
+        self.cache = Cache(layer_class_to_replicate=partial(KVCacheLayer, proxy(self)))
         self.windows = window_sizes(model.config)
 
     @torch.inference_mode()
-    def __call__(self, asked: list) -> list[Sampled]:
-        # Rows of episodes that have ended are given to others.
-        told = {rng: t.ids for t, rng in asked}
-        del self.rows[self.to_front(lambda row: row.reply.rng in told):]
-        known = {row.reply.rng for row in self.rows}
-        come = [rng for rng in told if rng not in known]
-        self.rows += [Row(Reply(rng), place, []) for place, rng in enumerate(come, len(self.rows))]
+    def __call__(self, requests: list) -> list[Sampled]:
+        # 1. Free the slots of episodes that have ended, and assign slots to new episodes.
+        contexts = {rng: t.ids for t, rng in requests}
+        del self.used[self.move_to_front(lambda slot: slot.reply.rng in contexts):]
+        cached = {slot.reply.rng for slot in self.used}
+        new = [rng for rng in contexts if rng not in cached]
+        self.used += [Slot(Reply(rng), row, []) for row, rng in enumerate(new, len(self.used))]
 
-        # All that is new is read: observations, and of what the model wrote the last token.
-        new = []
-        for row in self.rows:
-            ids = told[row.reply.rng]
-            row.held = row.held[:common_prefix_length(row.held, ids[:-1])]  # a reply may have been cut
-            row.reply = Reply(row.reply.rng)
-            new.append(ids[len(row.held):])
-        self.write(self.read(new))
+        # 2. Prefill all tokens that are not in the cache yet: the prompt or observation, and the
+        # last token of the previous reply, which was sampled but not run yet.
+        uncached = []
+        for slot in self.used:
+            ids = contexts[slot.reply.rng]
+            # The previous reply may have been cut at a stop string after it was sampled. At least
+            # one token has to run, because its logits predict the first token of the reply.
+            slot.cached_ids = slot.cached_ids[:common_prefix_length(slot.cached_ids, ids[:-1])]
+            slot.reply = Reply(slot.reply.rng)
+            uncached.append(ids[len(slot.cached_ids):])
+        self.append_sampled(self.prefill(uncached))
 
-        # Then a token at a time. Rows that are over stand behind the others, and cost nothing.
-        while count := self.to_front(lambda row: not row.reply.done):
-            rows = self.rows[:count]
-            self.write(self.run(rows, [row.reply.ids[-1:] for row in rows]))
-        replies = {row.reply.rng: row.reply for row in self.rows}
-        return [(replies[rng].ids, replies[rng].log_probs) for rng in told]
+        # 3. Decode token by token. Finished replies move to the back, where they cost nothing.
+        while count := self.move_to_front(lambda slot: not slot.reply.done):
+            slots = self.used[:count]
+            self.append_sampled(self.forward(slots, [slot.reply.ids[-1:] for slot in slots]))
+        replies = {slot.reply.rng: slot.reply for slot in self.used}
+        return [(replies[rng].ids, replies[rng].log_probs) for rng in contexts]
 
-    def to_front(self, wanted: Callable[[Row], bool]) -> int:
-        """Lets rows change places until those that are wanted come first; how many these are."""
-        count = sum(map(wanted, self.rows))
-        leave = [n for n, row in enumerate(self.rows[:count]) if not wanted(row)]
-        come = [n for n, row in enumerate(self.rows[count:], count) if wanted(row)]
-        for a, b in zip(leave, come):
-            self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
-        if leave:
-            width = max(len(row.held) for row in self.rows)
-            to = self.tensor(leave + come)
-            of = self.tensor(come + leave)
+    def move_to_front(self, wanted: Callable[[Slot], bool]) -> int:
+        """Moves the slots that satisfy `wanted` to the front, and returns how many there are.
+
+        The rows of the cache move along, so a forward pass on the first slots needs no copy of
+        their keys and values.
+        """
+        count = sum(map(wanted, self.used))
+        to_back = [n for n, slot in enumerate(self.used[:count]) if not wanted(slot)]
+        to_front = [n for n, slot in enumerate(self.used[count:], count) if wanted(slot)]
+        for a, b in zip(to_back, to_front):
+            self.used[a], self.used[b] = self.used[b], self.used[a]
+        if to_back:
+            width = max(len(slot.cached_ids) for slot in self.used)
+            target = self.tensor(to_back + to_front)
+            source = self.tensor(to_front + to_back)
             for layer in self.cache.layers:
-                for kept in layer.keys[:, :, :width], layer.values[:, :, :width]:
-                    kept.index_copy_(0, to, kept.index_select(0, of))
-            for place, row in enumerate(self.rows):
-                row.place = place
+                for cached in layer.keys[:, :, :width], layer.values[:, :, :width]:
+                    cached.index_copy_(0, target, cached.index_select(0, source))
+            for row, slot in enumerate(self.used):
+                slot.row = row
         return count
 
-    def read(self, new: list[Ids]) -> Tensor:
-        """Reads the new tokens of all rows, chunk by chunk. The logits after them, (R, V)."""
+    def prefill(self, new: list[Ids]) -> Tensor:
+        """Runs the uncached tokens of all used slots, at most PREFILL_CHUNK of each at a time.
+
+        Returns:
+            The logits at the last token of each used slot, (number of used slots, V).
+        """
         logits = [None] * len(new)
         for first in range(0, max(map(len, new)), PREFILL_CHUNK):
-            waiting = [n for n, ids in enumerate(new) if len(ids) > first]
-            chunks = [new[n][first:first + PREFILL_CHUNK] for n in waiting]
-            for one in batch_by_length([len(chunk) for chunk in chunks], self.tokens):
-                rows = [self.rows[waiting[n]] for n in one]
-                for n, row in zip(one, self.run(rows, [chunks[n] for n in one])):
-                    logits[waiting[n]] = row
+            unfinished = [n for n, ids in enumerate(new) if len(ids) > first]
+            chunks = [new[n][first:first + PREFILL_CHUNK] for n in unfinished]
+            for batch in batch_by_length([len(chunk) for chunk in chunks], self.tokens):
+                slots = [self.used[unfinished[n]] for n in batch]
+                for n, last in zip(batch, self.forward(slots, [chunks[n] for n in batch])):
+                    logits[unfinished[n]] = last
         return torch.stack(logits)
 
-    def write(self, logits: Tensor) -> None:
-        """Adds a token to the reply of each of the first rows, by logits (B, V)."""
-        rows = self.rows[:len(logits)]
-        self.draw([row.reply for row in rows], logits)
-        for row in rows:
-            written = len(row.reply.ids)
-            full = len(row.held) + 1 >= self.max_tokens or written == self.max_new_tokens
-            row.reply.done = row.reply.done or full
+    def append_sampled(self, logits: Tensor) -> None:
+        """Samples one token from the logits, (B, V), for the reply of each of the first B slots."""
+        slots = self.used[:len(logits)]
+        self.token_sampler([slot.reply for slot in slots], logits)
+        for slot in slots:
+            sampled = len(slot.reply.ids)
+            full = len(slot.cached_ids) + 1 >= self.max_tokens or sampled == self.max_new_tokens
+            slot.reply.done = slot.reply.done or full
 
-    def run(self, rows: list[Row], new: list[Ids]) -> Tensor:
-        """Runs the new tokens of some rows; the logits after them, (B, V)."""
+    def forward(self, slots: list[Slot], new: list[Ids]) -> Tensor:
+        """Runs the new tokens of B slots in one forward pass, and caches their keys and values.
+
+        Returns:
+            The logits at the last token of each slot, (B, V).
+        """
         n = max(map(len, new))
         ids, columns = [], []
-        for row, more in zip(rows, new):
-            padding = n - len(more)  # in front of the tokens; it goes to the last column
-            ids.append([0] * padding + more)
-            columns.append([-1] * padding + [*range(len(row.held), len(row.held) + len(more))])
-            row.held = row.held + more
-        places = [row.place for row in rows]
-        self.are_first = places == [*range(len(places))]
-        self.width = round_up(max(len(row.held) for row in rows))                       # C
-        self.places = self.tensor(places)                                              # (B,)
+        for slot, tokens in zip(slots, new):
+            padding = n - len(tokens)  # padding on the left, which is written to the last column
+            start = len(slot.cached_ids)
+            ids.append([0] * padding + tokens)
+            columns.append([-1] * padding + [*range(start, start + len(tokens))])
+            slot.cached_ids = slot.cached_ids + tokens
+        rows = [slot.row for slot in slots]
+        self.rows_at_front = rows == [*range(len(rows))]
+        self.width = round_up(max(len(slot.cached_ids) for slot in slots))             # C
+        self.rows = self.tensor(rows)                                                  # (B,)
         self.columns = self.tensor(columns)                                            # (B, n)
         positions = self.columns.clamp(min=0)                                          # (B, n)
         return self.model(
             input_ids=self.tensor(ids), position_ids=positions,
-            attention_mask=self.masks(positions), past_key_values=self.cache, use_cache=True,
-            logits_to_keep=1).logits[:, -1]
+            attention_mask=self.attention_masks(positions), past_key_values=self.cache,
+            use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    def masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """What is added to the scores of tokens at these positions, (B, 1, n, C): nothing where
-        they see. If layers are of several kinds: kind -> its mask."""
-        ago = positions[:, None, :, None] - torch.arange(self.width, device=positions.device)
+    def attention_masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """Makes the additive attention mask of tokens at the given positions, (B, n).
+
+        Returns:
+            The mask, (B, 1, n, C). It is 0 if the token attends to the column, and the lowest
+            finite number otherwise. A model with several kinds of layers, such as full and
+            sliding-window attention, gets a dict with one mask for each kind.
+        """
+        distance = positions[:, None, :, None] - torch.arange(self.width, device=positions.device)
         masks = {}
         for kind, window in self.windows.items():
-            unseen = (ago < 0) | (ago >= window) if window < self.width else ago < 0
-            mask = torch.zeros(unseen.shape, dtype=self.model.dtype, device=unseen.device)
-            masks[kind] = mask.masked_fill_(unseen, torch.finfo(mask.dtype).min)
+            hidden = (distance < 0) | (distance >= window) if window < self.width else distance < 0
+            mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=hidden.device)
+            masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
         return masks if len(masks) > 1 else mask
 
     def tensor(self, values: list) -> Tensor:
         return torch.tensor(values).to(self.model.device, non_blocking=True)
 
 
-class Layer(CacheLayerMixin):
-    """Keys and values of one layer, (R, H / G, columns, d) each, with room for all that comes."""
-    is_sliding = False  # windows are a matter of masks alone
+class KVCacheLayer(CacheLayerMixin):
+    """The keys and values of a layer, (R, H / G, columns, d) each, allocated once at full size."""
+    is_sliding = False  # the masks alone implement sliding windows
 
-    def __init__(self, at: CachedGenerator):
+    def __init__(self, generator: CachedGenerator):
         super().__init__()
-        self.at = at  # what says where the new tokens go
+        self.generator = generator  # has the rows and columns of the current forward pass
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
-        rows, columns = self.at.shape
-        # Zeros, since what a mask hides has to be a number.
+        rows, columns = self.generator.shape
+        # Zeros, because a hidden column has weight 0, and 0 times an uninitialised NaN is NaN.
         self.keys = key.new_zeros(rows, key.shape[1], columns, key.shape[3])
         self.values = value.new_zeros(rows, value.shape[1], columns, value.shape[3])
         self.is_initialized = True
 
     def update(self, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        """Adds those of new tokens, (B, H / G, n, d); those of all that they may see, with C for n.
+        """Stores the keys and values of the new tokens, (B, H / G, n, d) each.
+
+        Returns:
+            All keys and values that the new tokens may attend to, (B, H / G, C, d) each.
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        at = self.at
-        self.keys[at.places[:, None], :, at.columns] = key.transpose(1, 2)
-        self.values[at.places[:, None], :, at.columns] = value.transpose(1, 2)
-        keys = self.keys[:, :, :at.width]
-        values = self.values[:, :, :at.width]
-        if at.are_first:
+        generator = self.generator
+        self.keys[generator.rows[:, None], :, generator.columns] = key.transpose(1, 2)
+        self.values[generator.rows[:, None], :, generator.columns] = value.transpose(1, 2)
+        keys = self.keys[:, :, :generator.width]
+        values = self.values[:, :, :generator.width]
+        if generator.rows_at_front:  # return views, without copying
             return keys[:len(key)], values[:len(key)]
-        return keys.index_select(0, at.places), values.index_select(0, at.places)
+        return keys.index_select(0, generator.rows), values.index_select(0, generator.rows)
+
+    # The base class requires the following three methods.
 
     def get_seq_length(self) -> int:
-        return self.at.width - self.at.columns.shape[1]
+        return self.generator.width - self.generator.columns.shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.at.width, 0
+        return self.generator.width, 0
 
     def get_max_length(self) -> int:
-        return self.at.shape[1]
+        return self.generator.shape[1]
 
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
-    """Attention of transformers, but for one new token of each row: there the G queries of a head
-    of keys stand side by side, (B, H / G, G, d), so that no key is read or copied G times."""
+    """Computes grouped-query attention as transformers does, but faster in a decode step.
+
+    There, the G queries that share a key-value head form one block, (B, H / G, G, d), so no key is
+    loaded or copied G times.
+
+    Args:
+        module: The attention layer.
+        query: The queries, (B, H, n, d).
+        key, value: The keys and values, (B, H / G, C, d) each.
+        attention_mask: The additive mask, (B, 1, n, C).
+        options: Further arguments from transformers.
+
+    Returns:
+        The outputs, (B, n, H, d), and None in place of the attention weights.
+    """
     mask = attention_mask
     if query.shape[2] > 1 or mask is None or mask.shape[1] > 1:
         sdpa = AttentionInterface._global_mapping["sdpa"]
         return sdpa(module, query, key, value, mask, **options)
-    queries = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    found = F.scaled_dot_product_attention(queries, key, value, mask, scale=options.get("scaling"))
-    return found.reshape(len(query), 1, query.shape[1], -1), None
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=options.get("scaling"))
+    return out.reshape(len(query), 1, query.shape[1], -1), None
 
 
 AttentionInterface.register("grouped", attend)
@@ -217,11 +269,14 @@ AttentionMaskInterface.register("grouped", AttentionMaskInterface._global_mappin
 
 
 def round_up(columns: int) -> int:
-    return -(-columns // STEP) * STEP
+    return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def window_sizes(config) -> dict[str, float]:
-    """kind of layer -> how many tokens back it sees."""
+    """Returns a dict that maps each kind of layer to its attention window in tokens.
+
+    The window of full attention is infinite.
+    """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf
     kinds = getattr(text, "layer_types", None)
@@ -231,7 +286,7 @@ def window_sizes(config) -> dict[str, float]:
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:
-    """How many tokens both begin with."""
+    """Returns the length of the longest common prefix of two sequences."""
     for n, (token, other) in enumerate(zip(a, b)):
         if token != other:
             return n

@@ -1,14 +1,18 @@
-"""Passes in which trajectories share what they begin alike: it runs once. On a CPU, where products
-of matrices take most of the time, `Run.log_probs` uses it in place of `engine.forward_passes`, if
-`engine.self_check` has found it right for the model.
+"""Prefix sharing: if several trajectories start alike, a forward pass runs their prefix only once.
 
-    a b c  and  a b d    are the four tokens    a b c d    of a row
-    paths = [0, 1, 2], [0, 1, 3]                of each trajectory the places of its tokens
+On a CPU, where matmuls take most of the time, `Run.log_probs` uses this module instead of
+`engine.forward_passes` if the model passes the check in `engine.self_check`.
 
-Layers that treat each token by itself see the row. Attention sees trajectories, side by side.
+    trajectories     a b c      and    a b d
+    packed sequence  a b c d
+    paths            [0, 1, 2]  and    [0, 1, 3]     indices into the packed sequence
 
-Shapes: N tokens in a row, of which K predict A actions; T trajectories of L tokens in a part; V
-words; H heads of d numbers.
+Layers that process each token by itself run on the packed sequence. An attention layer unpacks the
+sequence into padded batches of trajectories, computes attention, and packs the outputs again.
+
+Shapes: the packed sequence has N tokens, and K of them predict the A action tokens of all
+trajectories. An attention batch has T trajectories, padded to L tokens. V is the vocabulary size.
+There are H query heads of size d.
 """
 
 from collections.abc import Callable
@@ -22,7 +26,7 @@ from dpo import Ids, Trajectory, chunk_by_cost, in_fp32, logits_at, pad_right
 from engine.forward_passes import batch_by_length
 from engine.kv_cache import common_prefix_length
 
-ATTENTION_TOKENS = 512  # tokens of trajectories of like length, with padding, that attend at a time [ours]
+ATTENTION_TOKENS = 512  # maximum number of tokens in an attention batch, padding included [ours]
 
 
 def log_probs(
@@ -31,29 +35,41 @@ def log_probs(
     tokens: int,
     logits_processor: Callable = in_fp32,
 ) -> Tensor:
-    """What `dpo.token_log_probs` gives of many trajectories, (A,), by passes of at most so many
-    tokens. Neighbours share a pass. The model has the attention "prefix_sharing"."""
+    """Computes `dpo.token_log_probs` of many trajectories in several forward passes.
+
+    Args:
+        model: A causal language model with the attention implementation "prefix_sharing".
+        trajectories: The trajectories. Consecutive ones share a forward pass.
+        tokens: The maximum number of tokens in a forward pass, counted before packing.
+        logits_processor: The same function as in `dpo.token_log_probs`.
+
+    Returns:
+        The log-probabilities of all action tokens, (A,), in nats.
+    """
     passes = chunk_by_cost(trajectories, [len(t.ids) for t in trajectories], tokens)
-    return torch.cat([packed_log_probs(model, some, logits_processor) for some in passes])
+    return torch.cat([packed_log_probs(model, batch, logits_processor) for batch in passes])
 
 
 def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Callable) -> Tensor:
-    """The same of trajectories that are one row."""
-    ids, depths, paths = pack_prefix_tree(trajectories)
+    """Computes `log_probs` in a single forward pass."""
+    ids, position_ids, paths = pack_prefix_tree(trajectories)
 
-    # Which trajectories attend side by side, and where each token of the row stands among them.
-    parts = []
-    stands = [0] * len(ids)  # (N,)
-    before = 0
-    for part in batch_by_length([len(path) for path in paths], ATTENTION_TOKENS):
-        places = pad_right([paths[n] for n in part])                                 # (T, L)
-        for n in part:
-            for k, place in enumerate(paths[n]):
-                stands[place] = before + k
-            before += places.shape[1]
-        parts.append(places)
+    # 1. Form attention batches of trajectories with similar lengths. Their outputs will be
+    # concatenated, so also find the index of each packed token in the concatenation. A token that
+    # trajectories share has the same output in all of them, so any of its indices will do.
+    unpack_indices = []
+    repack_index = [0] * len(ids)  # (N,)
+    start = 0
+    for batch in batch_by_length([len(path) for path in paths], ATTENTION_TOKENS):
+        indices = pad_right([paths[n] for n in batch])                            # (T, L)
+        for n in batch:
+            for k, index in enumerate(paths[n]):
+                repack_index[index] = start + k
+            start += indices.shape[1]
+        unpack_indices.append(indices)
 
-    # Where trajectories part, and in what they share, a token predicts for several.
+    # 2. Find the packed token that predicts each action token. A shared token may predict action
+    # tokens of several trajectories.
     predicting, targets = [], []  # (A,)
     for t, path in zip(trajectories, paths):
         for k, is_action in enumerate(t.action_mask):
@@ -62,60 +78,68 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
                 targets.append(t.ids[k])
     predicting = torch.tensor(predicting, dtype=torch.long)                       # (A,)
     targets = torch.tensor(targets, dtype=torch.long)                             # (A,)
-    places, which = predicting.unique(return_inverse=True)                        # (K,), (A,)
-    logits = logits_at(places, model, input_ids=torch.tensor([ids]),
-                       position_ids=torch.tensor([depths]), parts=parts,
-                       stands=torch.tensor(stands))                               # (1, K, V)
-    return logits_processor(logits[0]).log_softmax(-1)[which, targets]                      # (A,)
+
+    # 3. Run the model, and compute the logits of each predicting token only once.
+    indices, rows = predicting.unique(return_inverse=True)                        # (K,), (A,)
+    logits = logits_at(indices, model, input_ids=torch.tensor([ids]),
+                       position_ids=torch.tensor([position_ids]), unpack_indices=unpack_indices,
+                       repack_index=torch.tensor(repack_index))                   # (1, K, V)
+    return logits_processor(logits[0]).log_softmax(-1)[rows, targets]             # (A,)
 
 
 def pack_prefix_tree(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[int]]]:
-    """The row of some trajectories: its tokens, (N,); the place of each in the trajectories that
-    it is of, (N,); and the path of each trajectory."""
-    ids, depths = [], []
-    paths = [[]] * len(trajectories)
-    before, path = [], []
-    # In the order of their ids, each shares most with the one before it.
-    for n in sorted(range(len(trajectories)), key=lambda n: trajectories[n].ids):
-        own = trajectories[n].ids
-        shared = common_prefix_length(before, own)
-        path = path[:shared] + [*range(len(ids), len(ids) + len(own) - shared)]
-        ids += own[shared:]
-        depths += range(shared, len(own))
-        paths[n] = path
-        before = own
-    return ids, depths, paths
-
-
-def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, parts=None,
-           stands=None, **options):
-    """Attends causally within each trajectory of a row, as `packed_log_probs` calls it; else as
-    transformers does.
-
-    Args:
-        module: The layer of transformers.
-        query, key, value: (1, H, N, d), of keys and values perhaps fewer heads.
-        attention_mask: None, with parts.
-        parts: The places in the row of the tokens of trajectories that attend side by side, (T, L)
-            each.
-        stands: Where among all of these each token of the row stands, (N,).
-        options: What else transformers says of its attention.
+    """Packs trajectories into one sequence that contains each distinct prefix once.
 
     Returns:
-        (1, N, H, d), and no weights.
+        The packed token ids, (N,), their position ids, (N,), and the path of each trajectory, which
+        lists the indices of its tokens in the packed sequence.
     """
-    if parts is None:
+    ids, position_ids = [], []
+    paths = [[]] * len(trajectories)
+    previous, path = [], []
+    # In lexicographic order, each trajectory shares its longest prefix with the one before it.
+    for n in sorted(range(len(trajectories)), key=lambda n: trajectories[n].ids):
+        own = trajectories[n].ids
+        shared = common_prefix_length(previous, own)
+        path = path[:shared] + [*range(len(ids), len(ids) + len(own) - shared)]
+        ids += own[shared:]
+        position_ids += range(shared, len(own))
+        paths[n] = path
+        previous = own
+    return ids, position_ids, paths
+
+
+def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, unpack_indices=None,
+           repack_index=None, **options):
+    """Computes causal attention within each trajectory of a packed sequence.
+
+    Without `unpack_indices`, it computes attention as transformers does.
+
+    Args:
+        module: The attention layer.
+        query, key, value: The queries, keys and values, (1, H, N, d) each. Keys and values may have
+            fewer heads than H.
+        attention_mask: The attention mask. A packed sequence has none.
+        unpack_indices: The packed indices of the tokens in each attention batch, (T, L) each.
+        repack_index: The index of each packed token in the concatenated outputs, (N,).
+        options: Further arguments from transformers.
+
+    Returns:
+        The outputs, (1, N, H, d), and None in place of the attention weights.
+    """
+    if unpack_indices is None:
         sdpa = AttentionInterface._global_mapping["sdpa"]
         return sdpa(module, query, key, value, attention_mask, **options)
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]                    # (N, H, d) each
-    found = []
-    for places in parts:
-        q, k, v = (row[places].transpose(1, 2) for row in rows)                   # (T, H, L, d)
+    packed = [x[0].transpose(0, 1) for x in (query, key, value)]                  # (N, H, d) each
+    outputs = []
+    for indices in unpack_indices:
+        q, k, v = (x[indices].transpose(1, 2) for x in packed)                    # (T, H, L, d)
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=options.get("scaling"),
             enable_gqa=query.shape[1] != key.shape[1])                            # (T, H, L, d)
-        found.append(out.transpose(1, 2).flatten(0, 1))                           # (T L, H, d)
-    return torch.cat(found)[stands][None], None
+        outputs.append(out.transpose(1, 2).flatten(0, 1))                         # (T L, H, d)
+    return torch.cat(outputs)[repack_index][None], None
 
 
+# transformers passes no attention mask, since no mask function is registered under this name.
 AttentionInterface.register("prefix_sharing", attend)

@@ -1,7 +1,7 @@
-"""The files of a run that hold trajectories or pairs, one a line. Phases read and write them.
+"""Reads and writes the .jsonl files of a run, in which each line is a trajectory or a pair.
 
-You may edit these files, so each line is checked when it is read. What is wrong with a line is
-printed with file and line number.
+Users may edit these files, so each line is checked when it is read, and an error names the file and
+the line number.
 """
 
 import math
@@ -15,50 +15,51 @@ from common.files import read_jsonl, write_jsonl
 from common.settings import UsageError
 from dpo import Pair, Trajectory
 
-# What a line of a file of pairs has, and each of its two sides.
-OF_PAIR = dict(task=str, kind=str, chosen=dict, rejected=dict, weight=float, sft_weight=float)
-OF_SIDE = dict(agent=str, iteration=int, rollout=int)
-OF_MESSAGE = dict(role=str, content=str)
+# The fields of a pair in a file, of each of its two sides, and of a message.
+PAIR_FIELDS = dict(task=str, kind=str, chosen=dict, rejected=dict, weight=float, sft_weight=float)
+SIDE_FIELDS = dict(agent=str, iteration=int, rollout=int)
+MESSAGE_FIELDS = dict(role=str, content=str)
 
 
 def read(*files: Path) -> list[Trajectory]:
-    """Return the trajectories in some files, one after another."""
+    """Returns the trajectories in some files, in the order of the files and their lines."""
     trajectories = []
     for file in files:
         for n, row in enumerate(read_jsonl(file), 1):
-            with refused_at(file, n):
+            with naming_line(file, n):
                 trajectories.append(trajectory_of(row))
     return trajectories
 
 
 @contextmanager
-def refused_at(file: Path, n: int):
-    """Raise Refused, with file and line number, in place of a ValueError."""
+def naming_line(file: Path, n: int):
+    """Turns a ValueError into a UsageError that names the file and the line."""
     try:
         yield
     except ValueError as error:
-        raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file to have it "
-                      "made again") from None
+        raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file and "
+                         "rerun the same command to make it again") from None
 
 
 def trajectory_of(row: dict) -> Trajectory:
-    """Return the trajectory of a line. Raises ValueError if the line is not a whole one."""
-    kinds = get_type_hints(Trajectory)
-    other = row.keys() - kinds.keys()
-    if other:
-        raise ValueError(f"a trajectory has no {min(other)!r}; take it out")
+    """Returns the trajectory in a line. Raises ValueError if the line is not a valid one."""
+    types = get_type_hints(Trajectory)
+    unknown = row.keys() - types.keys()
+    if unknown:
+        raise ValueError(f"a trajectory has no field {min(unknown)!r}; remove it")
     for field in fields(Trajectory):
-        if field.default is None and field.name not in row:
-            del kinds[field.name]
-    check_types(row, kinds)
+        if field.default is None and field.name not in row:  # an optional field
+            del types[field.name]
+    check_types(row, types)
     for message in row["messages"]:
-        check_types(message, OF_MESSAGE)
+        check_types(message, MESSAGE_FIELDS)
 
     t = Trajectory(**row)
     if len(t.ids) != len(t.action_mask):
-        raise ValueError(f"it has {len(t.ids)} ids, and an action_mask of {len(t.action_mask)}")
+        raise ValueError(f"it has {len(t.ids)} ids, and an action_mask of length "
+                         f"{len(t.action_mask)}")
     if not {*t.action_mask} <= {0, 1}:
-        raise ValueError("action_mask has other numbers than 0 and 1")
+        raise ValueError("action_mask contains other numbers than 0 and 1")
     if len(t.log_probs) not in (0, sum(t.action_mask)):
         raise ValueError(f"it has {len(t.log_probs)} log_probs, and {sum(t.action_mask)} action "
                          "tokens")
@@ -67,48 +68,54 @@ def trajectory_of(row: dict) -> Trajectory:
     return t
 
 
-def check_types(row: dict, kinds: dict) -> None:
-    """Raise ValueError if a value is missing, or is not of its type."""
-    for name, kind in kinds.items():
+def check_types(row: dict, types: dict) -> None:
+    """Raises ValueError if a field is missing or has the wrong type."""
+    for name, kind in types.items():
         if name not in row:
             raise ValueError(f"{name!r} is missing")
-        if not is_of(row[name], kind):
+        if not has_type(row[name], kind):
             expected = kind.__name__ if isinstance(kind, type) else kind
-            raise ValueError(f"{name} has to be of type {expected}, and is {row[name]!r:.60}")
+            raise ValueError(f"{name} must be of type {expected}, but is {row[name]!r:.60}")
 
 
-def is_of(value, kind) -> bool:
-    """Return True if a value of a JSON file has a type. A float has to be finite."""
+def has_type(value, kind) -> bool:
+    """Returns True if a value from a JSON file has a type. A float must also be finite."""
     if isinstance(kind, UnionType):
-        return any(is_of(value, part) for part in get_args(kind))
+        return any(has_type(value, part) for part in get_args(kind))
     if get_origin(kind) is list:
-        return isinstance(value, list) and are_of(value, get_args(kind)[0])
-    return are_of([value], kind)
+        return isinstance(value, list) and have_type(value, get_args(kind)[0])
+    return have_type([value], kind)
 
 
-def are_of(values: list, kind: type) -> bool:
+def have_type(values: list, kind: type) -> bool:
     if kind is float:
         return {*map(type, values)} <= {int, float} and all(map(math.isfinite, values))
     return {*map(type, values)} <= {kind}
 
 
 def check_ids(file: Path, vocabulary: int) -> None:
-    """Raise Refused if a trajectory in a file has an id that is not below the vocabulary size. A
-    file that is not of JSON lines is left to the phase that reads it."""
+    """Raises UsageError if a trajectory in a file has an id that is not in the vocabulary.
+
+    A file that does not consist of JSON lines is skipped. The phase that reads it checks it.
+
+    Args:
+        file: The file.
+        vocabulary: The vocabulary size.
+    """
     rows = []
     with suppress(UsageError):
         rows = read_jsonl(file)
     for n, row in enumerate(rows, 1):
         ids = row.get("ids")
-        with refused_at(file, n):
-            if is_of(ids, list[int]) and max(ids, default=0) >= vocabulary:
+        with naming_line(file, n):
+            if has_type(ids, list[int]) and max(ids, default=0) >= vocabulary:
                 raise ValueError(f"the id {max(ids)} is not below the vocabulary size {vocabulary}")
 
 
 def write(run, file: Path, rows: list) -> None:
-    """Write trajectories, or other rows; of several ranks one does.
+    """Writes trajectories or other rows to a file, on the main rank only.
 
-    Raises Refused if a trajectory has the name of another one of the run, and other ids.
+    Raises UsageError if a trajectory has the name of another one of the run, but different ids.
     """
     if not run.main:
         return
@@ -119,43 +126,45 @@ def write(run, file: Path, rows: list) -> None:
 
 
 def check_names(run, trajectories: list[Trajectory]) -> None:
-    """Raise Refused if two trajectories of a run have one name and different ids. Pairs and the
-    page would take one for the other."""
-    for output in run.done.keys() - run.names.keys():  # written before this process began
-        run.names[output] = names_in(run.folder / output)
-    known = {}  # name -> (ids, output)
+    """Raises UsageError if two trajectories of a run have the same name and different ids.
+
+    Pairs and the page of the run would confuse them.
+    """
+    for output in run.done.keys() - run.ids_by_name.keys():  # written by an earlier process
+        run.ids_by_name[output] = read_ids_by_name(run.folder / output)
+    seen = {}  # name -> (ids, output)
     for output in run.done:
-        known |= {name: (ids, output) for name, ids in run.names[output].items()}
+        seen |= {name: (ids, output) for name, ids in run.ids_by_name[output].items()}
     for t in trajectories:
         name = name_of(t)
-        ids, output = known.setdefault(name, (t.ids, run.name))
+        ids, output = seen.setdefault(name, (t.ids, run.name))
         if ids != t.ids:
-            raise UsageError(f"{run.name}: a trajectory has {shown(name)}, as another one in "
-                          f"{output}; give it another agent, iteration or rollout")
-    run.names[run.name] = {name_of(t): t.ids for t in trajectories}
+            raise UsageError(f"{run.name}: a trajectory has {describe(name)}, and so has another "
+                             f"one in {output}; give it another agent, iteration or rollout")
+    run.ids_by_name[run.name] = {name_of(t): t.ids for t in trajectories}
 
 
-def names_in(path: Path) -> dict[tuple, list]:
-    """Return the ids of the trajectories that a finished phase has written, by name."""
-    file = path / "episodes.jsonl" if path.is_dir() else path  # GRPO's are in an agent's folder
-    names = {}
+def read_ids_by_name(path: Path) -> dict[tuple, list]:
+    """Returns the ids of the trajectories that a finished phase has written, by name."""
+    file = path / "episodes.jsonl" if path.is_dir() else path  # GRPO writes into the agent's folder
+    ids = {}
     for row in read_jsonl(file) if file.suffix == ".jsonl" and file.exists() else []:
-        if {"task", "ids", *OF_SIDE} <= row.keys():
-            names[(row["task"], *(row[part] for part in OF_SIDE))] = row["ids"]
-    return names
+        if {"task", "ids", *SIDE_FIELDS} <= row.keys():
+            ids[(row["task"], *(row[part] for part in SIDE_FIELDS))] = row["ids"]
+    return ids
 
 
 def name_of(t: Trajectory) -> tuple:
-    """Return what pairs call a trajectory."""
+    """Returns the name by which pairs refer to a trajectory."""
     return t.task, t.agent, t.iteration, t.rollout
 
 
-def shown(name: tuple) -> str:
+def describe(name: tuple) -> str:
     task, agent, iteration, rollout = name
     return f"task {task!r}, agent {agent!r}, iteration {iteration}, rollout {rollout}"
 
 
-# A line of a file of pairs names its two trajectories, which are in files of their own.
+# In a file of pairs, each line names its two trajectories, which are stored in other files.
 
 
 def write_pairs(run, file: Path, pairs: list[Pair]) -> None:
@@ -164,7 +173,7 @@ def write_pairs(run, file: Path, pairs: list[Pair]) -> None:
 
 
 def named(pair: Pair) -> dict:
-    """What a pair is called in files."""
+    """Returns the fields that identify a pair in a file, and the rewards of its two sides."""
     sides = {}
     for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():
         sides[side] = dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
@@ -173,27 +182,27 @@ def named(pair: Pair) -> dict:
 
 
 def read_pairs(file: Path, trajectories: list[Path]) -> list[Pair]:
-    """Return the pairs in a file, whose trajectories are in other files."""
-    known = by_name(read(*trajectories))
+    """Returns the pairs in a file. Their trajectories are in the files `trajectories`."""
+    by_name = trajectories_by_name(read(*trajectories))
     pairs = []
     for n, row in enumerate(read_jsonl(file), 1):
-        with refused_at(file, n):
-            pairs.append(pair_of(row, known))
+        with naming_line(file, n):
+            pairs.append(pair_of(row, by_name))
     return pairs
 
 
-def pair_of(row: dict, known: dict[tuple, Trajectory]) -> Pair:
-    """Return the pair of a line. Raises ValueError if it cannot be trained on."""
-    check_types(row, OF_PAIR)
+def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
+    """Returns the pair in a line. Raises ValueError if a model cannot be trained on it."""
+    check_types(row, PAIR_FIELDS)
     sides = []
     for side in row["chosen"], row["rejected"]:
-        check_types(side, OF_SIDE)
-        name = (row["task"], *(side[part] for part in OF_SIDE))
-        if name not in known:
-            raise ValueError(f"it names {shown(name)}, which is no trajectory of this run")
-        if known[name].action_count == 0:
-            raise ValueError(f"{shown(name)} has no action tokens to learn from")
-        sides.append(known[name])
+        check_types(side, SIDE_FIELDS)
+        name = (row["task"], *(side[part] for part in SIDE_FIELDS))
+        if name not in by_name:
+            raise ValueError(f"it names {describe(name)}, but the run has no such trajectory")
+        if by_name[name].action_count == 0:
+            raise ValueError(f"{describe(name)} has no action tokens to learn from")
+        sides.append(by_name[name])
     if sides[0].ids == sides[1].ids:
         raise ValueError("its two sides have the same tokens")
     for name in "weight", "sft_weight":
@@ -202,12 +211,13 @@ def pair_of(row: dict, known: dict[tuple, Trajectory]) -> Pair:
     return Pair(row["kind"], *sides, row["weight"], row["sft_weight"])
 
 
-def by_name(trajectories: list[Trajectory]) -> dict[tuple, Trajectory]:
-    """What pairs call a trajectory -> the trajectory. Refused where two are called the same."""
-    known = {}
+def trajectories_by_name(trajectories: list[Trajectory]) -> dict[tuple, Trajectory]:
+    """Returns trajectories by name. Raises UsageError if two different ones have the same name."""
+    by_name = {}
     for t in trajectories:
         name = name_of(t)
-        if name in known and known[name] != t:
-            raise UsageError(f"two trajectories are called {name}; give one another rollout")
-        known[name] = t
-    return known
+        if name in by_name and by_name[name] != t:
+            raise UsageError(f"two trajectories have the name {name}; give one of them another "
+                             "rollout")
+        by_name[name] = t
+    return by_name

@@ -1,6 +1,7 @@
-"""Playing: many episodes side by side, each of which is played again if its environment fails.
+"""Rollouts: runs many episodes in parallel, and repeats an episode if its environment fails.
 
-`Run.play` calls `play`; so does whoever lets an endpoint or a person answer.
+`Run.play` calls `play` with a model as the agent, and `lab/chat/evaluate.py` calls it with an API
+endpoint.
 """
 
 import time
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from envs import EnvError, Environment, episode
 
-# Seconds before an episode whose environment broke is played again; a server's restart takes some.
+# Seconds to wait before each retry after an environment failed. A server takes time to restart.
 WAITS = [0.5, 5.0, 25.0]
 
 
@@ -17,68 +18,81 @@ def play(
     make_env: Callable[[], Environment],
     encoder,
     trajectories: list,
-    answer: Callable,
+    generate: Callable,
     slots: int,
     max_tokens: int,
     ended: Callable = lambda t: None,
 ) -> None:
-    """Plays what the trajectories begin, some side by side, in rounds: the agent answers all
-    episodes that wait for it, then all environments take a step.
+    """Runs an episode for each trajectory, and records it there.
+
+    In each round, the agent replies to all episodes that wait for it, and then all environments
+    execute their replies.
 
     Args:
-        make_env: Makes an environment.
+        make_env: A function that creates an environment.
         encoder: An `engine.chat.Encoder`.
-        trajectories: Those of `envs.episode`.
-        answer: answer([(t, random numbers)]) -> what each of these episodes is sent.
-        slots: How many episodes are played side by side.
-        max_tokens: Where the context of the agent is full.
-        ended: ended(t) is called when an episode ends.
+        trajectories: The trajectories, each with a task and a seed.
+        generate: The agent, a function [(trajectory, rng)] -> [(ids, log_probs)], where `rng` is
+            the random number generator of the episode. A reply of None ends its episode.
+        slots: The maximum number of episodes that run in parallel.
+        max_tokens: The context length of the agent.
+        ended: A function that is called with each trajectory when its episode ends.
 
     Raises:
-        EnvError: An environment broke for good.
+        EnvError: An environment still fails after all retries.
     """
-    free = []     # environments in which nobody plays
+    free = []      # environments without an episode
     waiting = trajectories[::-1]
-    playing = []  # (environment, trajectory, episode)
-    asked = []    # what these episodes ask, (trajectory, random numbers)
+    running = []   # (environment, trajectory, episode)
+    requests = []  # (trajectory, rng) of each running episode
     threads = ThreadPoolExecutor(slots)
     try:
-        while waiting or playing:
-            sent = answer(asked) if asked else []
-            while waiting and len(playing) < slots:
+        while waiting or running:
+            # 1. The agent replies to all running episodes.
+            replies = generate(requests) if requests else []
+
+            # 2. New episodes fill the free slots.
+            while waiting and len(running) < slots:
                 env = free.pop() if free else make_env()
                 t = waiting.pop()
-                playing.append((env, t, episode_again(env, encoder, t, max_tokens)))
-                sent.append(None)  # which begins an episode
+                running.append((env, t, episode_with_retries(env, encoder, t, max_tokens)))
+                replies.append(None)  # starts the episode, which is a generator
 
-            episodes = [running for _, _, running in playing]
-            asks = list(threads.map(go_on, episodes, sent))
-            going_on = []
-            for (env, t, running), ask in zip(playing, asks):
-                if ask is None:
+            # 3. All environments take a step.
+            episodes = [steps for _, _, steps in running]
+            results = list(threads.map(advance, episodes, replies))
+            unfinished = []
+            for (env, t, steps), request in zip(running, results):
+                if request is None:
                     free.append(env)
                     ended(t)
                 else:
-                    going_on.append((env, t, running))
-            playing = going_on
-            asked = [ask for ask in asks if ask is not None]
+                    unfinished.append((env, t, steps))
+            running = unfinished
+            requests = [request for request in results if request is not None]
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)  # the error comes first
+        # After an error, do not wait for environments that may hang.
+        threads.shutdown(wait=False, cancel_futures=True)
         for env in free:
             env.close()
 
 
-def go_on(running, sent):
-    """Sends an episode what the agent sampled. What it asks next; None: it is over."""
+def advance(steps, reply):
+    """Sends a reply to an episode, and returns its next request, or None if the episode ended."""
     try:
-        return running.send(sent)
+        return steps.send(reply)
     except StopIteration:
         return None
 
 
-def episode_again(env: Environment, encoder, t, max_tokens: int):
-    """`episode`, played again from its start where its environment breaks. Environments and random
-    numbers repeat, so that it is the same one. EnvError: it broke once more after all WAITS."""
+def episode_with_retries(env: Environment, encoder, t, max_tokens: int):
+    """Runs `envs.episode`, and restarts the episode from its first turn if its environment fails.
+
+    A restarted episode is the same one, since the environment and the random numbers repeat.
+
+    Raises:
+        EnvError: The environment still fails after all WAITS.
+    """
     for wait in [*WAITS, None]:
         try:
             return (yield from episode(env, encoder, t, max_tokens))

@@ -1,7 +1,8 @@
-"""A run: its folder, whose phases are done once, and its models as they learn and play.
+"""A run: its folder, its cached phases, and the training and inference of its models.
 
-`Run` is what the loops and phases of `coevolve.py` are given. `once` does a phase, `load`,
-`log_probs` and `fit` train a model, `play` lets one play.
+The loops and phases of `coevolve.py` get a `Run`. Its method `once` runs a phase or reuses its
+output, which is also how a run resumes. `load`, `log_probs` and `fit` train a model, and `play`
+runs episodes.
 """
 
 import os
@@ -40,30 +41,38 @@ from engine.sampling import TokenSampler
 from engine.tracking import Tracking
 from environments import make
 
-# How a model is asked with which nothing is wrong, see `engine.self_check`.
+# The backends of a model that passes all checks of `engine.self_check`.
 ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
 class Run:
-    """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
+    """The folder, the machine and the models of a run.
 
-    def __init__(self, settings, options, beside: bool = False,
-                 make_env: Callable | None = None):
+    If a run was interrupted, a `Run` with the same settings resumes after its last finished phase.
+    """
+
+    def __init__(
+        self,
+        settings,
+        options,
+        keeps_reference: bool = False,
+        make_env: Callable | None = None,
+    ):
         """
         Args:
-            settings: All of them.
-            options: Those of the environment.
-            beside: Whether pi_ref stays beside a model while that is trained.
-            make_env: What makes environments, if not the settings do.
+            settings: The settings of the run.
+            options: The environment's own settings.
+            keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
+            make_env: A function that makes an environment. By default, the settings choose it.
         """
         s = settings
         self.settings = s
-        self.options = options  # of the environment
+        self.options = options
         self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
-        self.name = ""          # the output of the running phase
-        self.done = {}          # output -> what is recorded of it
-        self.names = {}         # output -> the names of its trajectories, see `engine.records`
-        self.recorded = {}      # the same by an earlier process, until the output is asked for
+        self.name = ""          # output of the running phase
+        self.done = {}          # output -> its record in phases.json
+        self.ids_by_name = {}   # output -> ids of its trajectories by name, see `engine.records`
+        self.recorded = {}      # records of an earlier process, of outputs not yet requested
         self.machine = Machine(s)
         self.main = self.machine.main
         self.make_env = make_env or partial(make, s.env, s.view, **vars(options))
@@ -71,11 +80,14 @@ class Run:
         self.splits = {"test": self.env.test_splits, "validation": ("validation",),
                        "all": ("validation", *self.env.test_splits)}[s.eval_splits]
         self.open_base()
-        self.machine.plan(s, self.config, self.parameters, beside)
+        self.machine.plan(s, self.config, self.parameters, keeps_reference)
         self.open_folder()
 
     def open_base(self) -> None:
-        """Reads what is to be known of the model that training starts from, but its weights."""
+        """Reads the config and the tokenizer of the base model, but not its weights.
+
+        Raises UsageError if a model that the run starts from cannot be used.
+        """
         s = self.settings
         self.base = models.folder_of(s.model)
         self.config = models.read_config(self.base)
@@ -83,145 +95,173 @@ class Run:
         self.encoder = models.read_encoder(self.base)
         self.fingerprint = self.encoder.fingerprint()
         if s.failure_from:
-            check_reads_alike(self, Path(s.failure_from))
+            check_same_tokenizer(self, Path(s.failure_from))
         check_not_trained_on(self)
 
     def given_models(self) -> dict[str, Path]:
-        """Returns the models that the run begins from, by their flags."""
+        """Returns the models that the run starts from, by the flag that names them."""
         given = self.settings.failure_from
         return {"--model": self.base} | ({"--failure-from": Path(given)} if given else {})
 
     def open_folder(self) -> None:
-        """Opens the folder, which is new or that of a run with the same settings; else Refused."""
+        """Creates the folder of a new run, or opens that of a run to resume.
+
+        Raises UsageError if the folder holds anything but a run with the same settings.
+        """
         s = self.settings
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
-        self.code = code_now() if self.main else None  # the first rank records it
+        self.code = code_now() if self.main else None  # only the main rank records it
+
+        # 1. Create the folder of a new run. A resumed run keeps its backends.
         if self.main:
             check_folder(self.folder)
-            # Which stay the same when the run goes on.
-            ways = None if config.exists() else self.run_backends()
+            backends = None if config.exists() else self.run_backends()
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = files.lock(self.folder)
-            if ways and not config.exists():
-                taken = branch.take(self, s.branch, now) if s.branch else {}
-                write_json(config, dict(settings=now, backends=ways, code=self.code, **taken))
-        self.machine.gather([])  # the first may fetch a model for longer than others' patience
-        begun = read_json(config)
-        if "settings" not in begun:
-            raise UsageError(f"--out {self.folder}: its config.json is no run's; give another folder")
-        if "backends" not in begun:
-            raise UsageError(f"--out {self.folder}: an older version of this program made this run; "
-                             "give another folder, or use that version")
-        check_same(begun["settings"], now, type(s))
-        self.backends = begun["backends"]
-        # On a CPU the products are most of the time, else starting them is.
-        alone = self.machine.ranks == 1 and self.machine.device.type == "cpu"
-        self.shares = alone and "prefix_sharing" in self.backends["passes"]
+            if backends and not config.exists():
+                branched = branch.take(self, s.branch, now) if s.branch else {}
+                write_json(config, dict(settings=now, backends=backends, code=self.code,
+                                        **branched))
+        # The main rank may have to download a model. `gather` has a longer timeout than `wait`.
+        self.machine.gather([])
+
+        # 2. Read config.json, and check the settings.
+        before = read_json(config)
+        if "settings" not in before:
+            raise UsageError(f"--out {self.folder}: its config.json is not that of a run; give "
+                             "another folder")
+        if "backends" not in before:
+            raise UsageError(f"--out {self.folder}: an older version of this program made this "
+                             "run; give another folder, or use that version")
+        check_same(before["settings"], now, type(s))
+        self.backends = before["backends"]
+        # Prefix sharing saves matmuls, which take most of the time on a CPU. On a GPU, launching
+        # the kernels does.
+        single_cpu = self.machine.ranks == 1 and self.machine.device.type == "cpu"
+        self.shares_prefixes = single_cpu and "prefix_sharing" in self.backends["passes"]
         if self.backends != ALL_BACKENDS:
             self.print(f"{self.base}: {self.backends}")
 
-        # What is gone is not recorded any more.
-        rows = read_json(phases) if phases.exists() else begun.get("taken", {})
+        # 3. Read the records of the outputs that still exist.
+        rows = read_json(phases) if phases.exists() else before.get("taken", {})
         self.recorded = {output: row for output, row in rows.items()
                          if (self.folder / output).exists()}
         self.machine.wait()
+
+        # 4. Write config.json and phases.json, and open the log.
         if self.main:
-            self.begun = begun  # config.json
-            self.note(settings=begun["settings"] | now)
+            self.run_config = before  # the content of config.json
+            self.note(settings=before["settings"] | now)
             write_json(phases, self.recorded)
-            if "code" in begun and begun["code"] != self.code:
-                changed = ", ".join(code_differences(begun["code"], self.code)) or "its commit"
+            if "code" in before and before["code"] != self.code:
+                changed = ", ".join(code_differences(before["code"], self.code)) or "its commit"
                 self.print(f"{self.folder}: the code has changed since: {changed}")
         self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
 
     def note(self, **facts) -> None:
-        """Writes facts into config.json, unless it has them."""
-        if self.main and self.begun != self.begun | facts:
-            self.begun |= facts
-            write_json(self.folder / "config.json", self.begun)
+        """Adds entries to config.json, and rewrites the file if any of them is new."""
+        if self.main and self.run_config != self.run_config | facts:
+            self.run_config |= facts
+            write_json(self.folder / "config.json", self.run_config)
 
     def run_backends(self) -> dict:
-        """How the models of the run have to be asked, see `engine.self_check`."""
-        found = []
+        """Returns the backends that are correct for all models of the run.
+
+        See `engine.self_check.select_backends` for the form of the result.
+        """
+        selected = []
         for flag, model in self.given_models().items():
             with models.named(flag):
-                found.append(model_backends(self, model))
-        replies = max((ways["replies"] for ways in found), key=self_check.REPLY_BACKENDS.index)
-        passes = [way for way in self_check.PASS_BACKENDS if all(way in ways["passes"] for ways in found)]
+                selected.append(model_backends(self, model))
+        replies = max((backends["replies"] for backends in selected),
+                      key=self_check.REPLY_BACKENDS.index)
+        passes = [name for name in self_check.PASS_BACKENDS
+                  if all(name in backends["passes"] for backends in selected)]
         return dict(replies=replies, passes=passes)
 
     # ................................................................................. phases
 
     def once(self, output: str, phase: Callable, *inputs, **parameters) -> Path:
-        """Does a phase, unless its output is there and was made alike: by the same phase, with the
-        same parameters, from files of the same bytes and agents made alike. An output that was
-        edited since is used as it is, and its record says `edited`.
+        """Runs a phase, unless its output already exists and its cache key is the same.
+
+        The cache key is a hash of the phase's name, its parameters, the bytes of its input files,
+        the cache keys of the agents among its inputs, and the tokenizer. Code is not part of it. An
+        output that was edited since is used as it is, and its record is marked as `edited`.
 
         Args:
-            output: The name of the file or folder in the run's folder.
-            phase: phase(run, temporary path, *inputs, **parameters) writes it; returns numbers.
-            inputs: Paths, or lists or dictionaries of them.
-            parameters: Numbers and names.
+            output: The name of the output, a file or folder in the run's folder.
+            phase: A function phase(run, path, *inputs, **parameters). It writes the output to a
+                temporary path, and returns a dict of numbers for phases.json.
+            inputs: Paths, or lists or dictionaries of paths.
+            parameters: Numbers and strings.
 
         Returns:
             The path of the output.
 
         Raises:
-            Refused: The output was asked for before; an input is no path; a parameter or a number
-                cannot be written as JSON; the phase wrote nothing or returned no dict; an edited
-                input has ids that are not in the vocabulary.
+            UsageError: The output was requested before, an input is not a path, a parameter or a
+                number cannot be written as JSON, the phase wrote nothing or returned no dict, or an
+                edited input has ids that are not in the vocabulary.
         """
         path = self.folder / output
         self.name = output
-        who = f"{phase.__name__}, for the output {output}"
+        label = f"{phase.__name__}, for the output {output}"
         if output in self.done:
-            raise UsageError(f"{who}: this run has made it already, by {self.done[output]['function']}; "
-                          "give each call of once an output of its own")
+            raise UsageError(f"{label}: this run has already made it with the phase "
+                             f"{self.done[output]['function']}; give each call of once its own "
+                             "output")
+
+        # 1. Compute the cache key.
         agents = {self.folder / name: row["cache_key"] for name, row in self.done.items()}
-        with one_line_of(who):
+        with prefix_errors(label):
             values = plain(parameters)
-            if commit := models.commit_of(str(self.base)):  # a hub name's files can change
+            if commit := models.commit_of(str(self.base)):  # the files of a model on the Hub change
                 agents[self.base] = commit
-            made_from = input_key(inputs, agents)
-        cache_key = hash_of([phase.__name__, made_from, values, self.fingerprint])
+            inputs_key = input_key(inputs, agents)
+        cache_key = hash_of([phase.__name__, inputs_key, values, self.fingerprint])
+
+        # 2. Reuse the output if it has the same cache key.
         row = self.recorded.pop(output, None)
         if row:
             if row["cache_key"] == cache_key:
                 row.pop("edited", None)
                 if is_edited(path, row):
                     row["edited"] = True
-                    self.print(f"{output} was edited: it is used as it is, and its recorded numbers "
-                             "are those from before")
+                    self.print(f"{output} was edited; the run uses it as it is, but its recorded "
+                               "numbers are from before the edit")
                 self.done[output] = row
                 return path
-            self.print(f"{output} is made again: what it is made from is another")
+            self.print(f"{output} is recomputed, because its inputs or parameters have changed")
 
+        # 3. Run the phase, which writes to a temporary path.
         self.note(code=self.code, finished=False)
         check_edits(self, inputs)
         started = time.perf_counter()
         temporary = path.with_name(f"{path.name}.tmp")
         self.machine.wait()
         if self.main:
-            files.remove(self.folder / "result.json")  # the run is not finished any more
+            files.remove(self.folder / "result.json")  # which only a finished run has
             path.parent.mkdir(exist_ok=True)
             files.remove(temporary)
         self.machine.wait()
         numbers = phase(self, temporary, *inputs, **parameters)
-        with one_line_of(who):
+        with prefix_errors(label):
             numbers = checked(numbers, temporary, self.main)
         self.machine.wait()
 
-        # The output appears by renaming, so that a run that is stopped leaves none half made.
+        # 4. Rename the output and record it. An interrupted run never leaves an incomplete output
+        #    under its final name.
         seconds = round(time.perf_counter() - started, 1)
-        row = dict(function=phase.__name__, cache_key=cache_key) | values | dict(seconds=seconds) | numbers
+        row = dict(function=phase.__name__, cache_key=cache_key)
+        row |= values | dict(seconds=seconds) | numbers
         self.done[output] = row
         if self.main:
             files.remove(path)
             os.replace(temporary, path)
             if path.is_file():
-                row["hash"] = file_hash(path)  # from which `is_edited` sees edits
+                row["hash"] = file_hash(path)  # `is_edited` compares it
             write_json(self.folder / "phases.json", self.done | self.recorded)
         self.print(sentence(output, row))
         self.tracking.log("phase", output, row)
@@ -229,32 +269,40 @@ class Run:
         return path
 
     def close(self) -> None:
-        """Leaves the folder of a run that has ended. What an earlier process recorded of phases
-        that this run has not asked for is forgotten: another loop has made them."""
+        """Marks the run as finished, and unlocks its folder.
+
+        Records of outputs that this process has not requested are removed, since they belong to an
+        earlier version of the loop.
+        """
         if self.main:
             write_json(self.folder / "phases.json", self.done)
             self.note(finished=True)
             self.lock.release()
 
     def print(self, text: str) -> None:
+        """Prints a text on the main rank, above any progress bar."""
         if self.main:
             tqdm.write(visible(text))
 
     def bar(self, total: int | None, items: Iterable | None = None):
-        """A progress bar of the running phase, where somebody looks at it. It advances over items,
-        if they are given, whose number may be unknown (None)."""
-        hidden = None if self.main else True  # None: where the output is no terminal
+        """Returns a progress bar of the running phase, which only a terminal shows.
+
+        Args:
+            total: The number of steps, or None if it is unknown.
+            items: If given, the bar iterates over them. Otherwise call its `update`.
+        """
+        hidden = None if self.main else True  # None hides the bar unless the output is a terminal
         return tqdm(items, total=total, desc=self.name, leave=False, disable=hidden, delay=2)
 
     # ............................................................................... training
 
     def load(self, agent: Path):
-        """The model in a folder, ready to train."""
-        with reading(self, agent):
+        """Returns the model in a folder, ready to train."""
+        with agent_errors(self, agent):
             model = models.load(self.machine.accelerator, agent, self.machine.recompute,
                                 self.machine.shard)
-        self.attention = model.config._attn_implementation  # its own, with which it plays
-        if self.shares:
+        self.attention = model.config._attn_implementation  # for inference, see `inference_copy`
+        if self.shares_prefixes:
             model.set_attn_implementation("prefix_sharing")
         return model
 
@@ -264,21 +312,26 @@ class Run:
         trajectories: list[Trajectory],
         logits_processor: Callable = dpo.in_fp32,
     ) -> torch.Tensor:
-        """log pi of all action tokens of some trajectories, (A,), in nats; scores: what pi is, as
-        in `dpo.token_log_probs`."""
-        if self.shares:
-            return prefix_sharing.log_probs(model, trajectories, self.shared_tokens, logits_processor)
+        """Returns log pi of all action tokens of the trajectories, (A,), in nats.
+
+        It computes the same as `dpo.token_log_probs`, but in parallel on all ranks, or with prefix
+        sharing on a CPU. The logits processor defines pi, as it does there.
+        """
+        if self.shares_prefixes:
+            return prefix_sharing.log_probs(model, trajectories, self.shared_tokens,
+                                            logits_processor)
         tokens = self.machine.tokens_per_forward if "padded" in self.backends["passes"] else 0
-        return distributed_log_probs(self.machine.accelerator, model, trajectories, tokens, logits_processor)
+        return distributed_log_probs(self.machine.accelerator, model, trajectories, tokens,
+                                     logits_processor)
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of a forward pass with prefix sharing, of which about a quarter is distinct."""
+        """Tokens in a forward pass with prefix sharing. About a quarter of them are distinct."""
         return 4 * self.machine.tokens_per_forward
 
     def fits(self, trajectories: list[Trajectory]) -> bool:
         """Returns True if the activations of trajectories fit in the memory of all ranks."""
-        if self.shares:
+        if self.shares_prefixes:
             return dpo.fits_in_pass(trajectories, self.shared_tokens)
         return fits_in_round(trajectories, self.machine.tokens_per_forward, self.machine.ranks)
 
@@ -292,11 +345,22 @@ class Run:
         denominator: Callable,
         log_probs: Callable | None = None,
     ) -> dict:
-        """Trains a model of `load`, and writes it, with a line for each step in train.jsonl and for
-        each pair in margins.jsonl. The arguments are those of `dpo.train`; log_probs is the run's,
-        unless told otherwise."""
+        """Trains a model with AdamW, and saves it with train.jsonl and margins.jsonl.
+
+        These logs have a line for each step and for each pair.
+
+        Args:
+            model: A model that `load` returned.
+            out: The folder to write.
+            steps, rates, loss, denominator: The same as in `dpo.train`.
+            log_probs: The same as in `dpo.train`. By default it is the method of this run.
+
+        Returns:
+            The numbers of steps and tokens, and the loss and its terms in the first and the last
+            step.
+        """
         s = self.settings
-        with one_line_of(self.name):  # what is wrong with trajectories may be an edit
+        with prefix_errors(self.name):  # a user's edit may have made trajectories unusable
             dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)
         lines = []
@@ -313,81 +377,91 @@ class Run:
         if margins:
             write(self, out / "margins.jsonl", margins)
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
-        losses = {}  # the loss and its terms, in the first step and in the last
+        losses = {}  # the loss and its terms, in the first and the last step
         for name in lines[0]:
             if name not in ("step", "lr", "norm", "kinds"):
                 losses |= {f"first_{name}": lines[0][name], name: lines[-1][name]}
         return dict(steps=len(lines), **losses, tokens=tokens)
 
     def copy_agent(self, agent: Path, out: Path) -> dict:
-        """Copies an agent that stays as it is, but for the log of what it learned before."""
+        """Copies an agent that is not trained in this phase, without its training logs."""
         if self.main:
             shutil.copytree(agent, out, ignore=shutil.ignore_patterns("*.jsonl"))
         return dict(steps=0)
 
-    # ................................................................................ playing
+    # .............................................................................. inference
 
     def play(
         self,
         agent,
-        begun: list[Trajectory],
+        new: list[Trajectory],
         temperature: float,
         make_env: Callable | None = None,
     ) -> list[Trajectory]:
-        """Plays episodes, each rank a share of them.
+        """Runs episodes in parallel, with an equal share of them on each rank.
 
         Args:
-            agent: The folder of the model that plays, or a model that is being trained.
-            begun: Trajectories with task, agent, iteration, rollout and seed, which get the rest.
-            temperature: That of sampling; 0 is greedy.
-            make_env: Makes environments that know other tasks than the run's.
+            agent: The folder of the acting model, or a model that is being trained.
+            new: New trajectories that have a task, an agent, an iteration, a rollout and a seed.
+                Their episodes fill in the other fields.
+            temperature: The sampling temperature. 0 is greedy decoding.
+            make_env: A function that makes an environment. By default it is that of the run.
 
         Returns:
-            The trajectories in the order given; all ranks have all of them.
+            The finished trajectories in the same order, on every rank.
         """
         model = self.inference_copy(agent)
-        share = begun[self.machine.rank::self.machine.ranks]
+        share = new[self.machine.rank::self.machine.ranks]
         slots = self.slots(model)
         with self.bar(len(share)) as progress:
             rollouts.play(make_env or self.make_env, self.encoder, share,
-                         self.make_generator(model, temperature, slots), slots, self.settings.max_tokens,
-                         ended=lambda t: progress.update())
-        if model is agent and self.shares:
+                          self.make_generator(model, temperature, slots), slots,
+                          self.settings.max_tokens, ended=lambda t: progress.update())
+        if model is agent and self.shares_prefixes:
             model.set_attn_implementation("prefix_sharing")
-        order = {(t.task, t.rollout): n for n, t in enumerate(begun)}
+        order = {(t.task, t.rollout): n for n, t in enumerate(new)}
         return sorted(self.machine.gather(share), key=lambda t: order[t.task, t.rollout])
 
     def inference_copy(self, agent):
-        """A model as it plays, whole on each rank; of a folder, or as it is now in training."""
+        """Returns an unsharded model for inference, in bf16 if the run uses bf16.
+
+        Args:
+            agent: The folder of a model, or a model that is being trained.
+        """
         dtype = torch.bfloat16 if self.machine.bf16 else torch.float32
         if not isinstance(agent, Path):
             model = models.make_inference_copy(agent, dtype)
             model.set_attn_implementation(self.attention)
             return model
-        with reading(self, agent):
+        with agent_errors(self, agent):
             return models.read_model(agent, dtype, self.machine.device).eval()
 
     def slots(self, model) -> int:
-        """How many episodes are played side by side on a rank: on a GPU those that fit it."""
+        """Returns the number of parallel episodes on a rank. On a GPU it depends on free memory."""
         s = self.settings
         if self.machine.device.type != "cuda":
             return s.slots or (64 if self.parameters < machine.SMALL else 8)
         models.collect()
         longest = s.max_tokens + s.max_new_tokens
-        fitting = machine.slots_that_fit(self.config, machine.free_memory(), longest,
-                                         self.machine.bf16, self.machine.tokens_per_forward // 2)
-        return min(s.slots or fitting, fitting)
+        limit = machine.slots_that_fit(self.config, machine.free_memory(), longest,
+                                       self.machine.bf16, self.machine.tokens_per_forward // 2)
+        return min(s.slots or limit, limit)
 
     def make_generator(self, model, temperature: float, slots: int) -> Callable:
-        """What replies to conversations: [(trajectory, random numbers)] -> [(ids, log_probs)]."""
+        """Returns a function that generates replies, [(trajectory, its RNG)] -> [(ids, log_probs)].
+
+        See `engine.self_check.make_generator`.
+        """
         s = self.settings
-        draw = TokenSampler(self.encoder.sampler(temperature), self.encoder, self.env.stops)
-        return self_check.make_generator(self.backends["replies"], model, draw, slots, s.max_tokens,
-                               s.max_new_tokens, self.machine.tokens_per_forward // 2)
+        token_sampler = TokenSampler(self.encoder.sampler(temperature), self.encoder,
+                                     self.env.stops)
+        return self_check.make_generator(self.backends["replies"], model, token_sampler, slots,
+                                         s.max_tokens, s.max_new_tokens,
+                                         self.machine.tokens_per_forward // 2)
 
 
 def check_edits(run: Run, inputs) -> None:
-    """Raises Refused if an output that was edited has ids that are not in the vocabulary."""
+    """Raises UsageError if an edited input has ids that are not in the vocabulary."""
     edited = [run.folder / output for output, row in run.done.items() if "edited" in row]
     for file in files_in(inputs):
         if file in edited:
@@ -395,8 +469,11 @@ def check_edits(run: Run, inputs) -> None:
 
 
 def checked(numbers, out: Path, main: bool) -> dict:
-    """Returns a phase's numbers as JSON has them. Raises TypeError or ValueError if JSON has none
-    such, if they are no dict, or if the phase wrote nothing."""
+    """Returns the numbers of a phase in the form that JSON has.
+
+    Raises TypeError or ValueError if JSON cannot hold them, if they are not in a dict, or if the
+    phase wrote nothing.
+    """
     if not isinstance(numbers, dict):
         raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
     if main and not out.exists():
@@ -405,7 +482,7 @@ def checked(numbers, out: Path, main: bool) -> dict:
 
 
 def margins_of(steps: list[list[Group]]) -> list[dict]:
-    """What training saw of each pair first and last: [chosen, rejected, margin] in nats."""
+    """Returns [chosen, rejected, margin] of each pair, in nats, in its first and its last step."""
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
         if pair.history:
@@ -413,67 +490,73 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
     return rows
 
 
-# ------------------------------------------------------------------------- what a run asks first
+# ----------------------------------------------------------------- checks before the first phase
 
 
 def check_folder(folder: Path) -> None:
-    """Refused where a folder has something else than a run, whose outputs would replace it."""
+    """Raises UsageError if a folder holds anything but a run, since outputs would overwrite it."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder}: it is a file; give a folder")
     names = {path.name for path in folder.glob("*")}
-    stopped = "lock" in names and "phases.json" not in names  # before it had a config
-    if names and "config.json" not in names and not stopped:
-        raise UsageError(f"--out {folder}: {min(names)} is in it, and no config.json of a run; give "
-                      "another folder")
+    # A run that is interrupted right after its start leaves a lock but no config.json.
+    interrupted = "lock" in names and "phases.json" not in names
+    if names and "config.json" not in names and not interrupted:
+        raise UsageError(f"--out {folder}: it contains {min(names)}, but no config.json of a run; "
+                         "give another folder")
 
 
-def check_reads_alike(run: Run, agent: Path) -> None:
-    """Refused where an agent of a folder has other tokens than the run, which writes its ids."""
+def check_same_tokenizer(run: Run, agent: Path) -> None:
+    """Raises UsageError if an agent does not use the tokenizer and chat template of the run."""
     with models.named("--failure-from"):
-        other = models.read_encoder(agent).fingerprint()
-    if other != run.fingerprint:
+        fingerprint = models.read_encoder(agent).fingerprint()
+    if fingerprint != run.fingerprint:
         raise UsageError(f"--failure-from {agent}: its tokenizer or chat template is not that of "
-                      f"--model {run.base}, by which episodes are written; give an agent of that "
-                      "model")
+                         f"--model {run.base}, which encodes the episodes; give an agent of that "
+                         "model")
 
 
 def model_backends(run: Run, model: Path) -> dict:
-    """How a model has to be asked, see `engine.self_check`."""
+    """Returns the backends that are correct for a model, see `engine.self_check`.
+
+    Raises UsageError if no backend is, or if the model could not be saved after training.
+    """
     if model == models.MODELS["tiny"]:
         return ALL_BACKENDS
     device = run.machine.device
     longest = run.settings.max_tokens
     positions = models.positions_of(run.config)
     if longest > positions:
-        run.print(f"--model {model} has {positions:,} positions: longer episodes are read as it "
-                f"never learned to; lower --max-tokens {longest}")
+        run.print(f"--model {model} has {positions:,} positions, and it never learned to read "
+                  f"longer episodes; lower --max-tokens {longest}")
     if device.type == "cuda" and not machine.fits_in_fp32(run.config, run.parameters,
                                                           machine.free_memory(), longest):
         device = "cpu"
-    read = models.read_model(model, device=device).eval()
-    ways = self_check.select_backends(read, run.encoder, longest)
-    models.check_can_be_saved(read, run.encoder)
-    return ways
+    causal_lm = models.read_model(model, device=device).eval()
+    backends = self_check.select_backends(causal_lm, run.encoder, longest)
+    models.check_can_be_saved(causal_lm, run.encoder)
+    return backends
 
 
 @contextmanager
-def reading(run: Run, agent):
-    """Says of an agent of the run that cannot be read what can be done; another model's error
-    stays as it is."""
+def agent_errors(run: Run, agent):
+    """Adds a remedy to the UsageError of an agent that this run made and that cannot be read.
+
+    The error of any other model is left as it is.
+    """
     try:
         yield
     except UsageError as error:
         if run.folder not in Path(agent).parents:
             raise
         cause = str(error).removeprefix(f"--model {agent}: ")
-        raise UsageError(f"{agent}: this agent of the run is damaged; delete the folder, and the same "
-                      f"command makes it again; the cause: {cause}") from error
+        raise UsageError(f"{agent}: this agent of the run is damaged; delete the folder and rerun "
+                         f"the same command to make it again; the cause: {cause}") from error
 
 
 @contextmanager
-def one_line_of(who: str):
-    """Turns errors of what a phase was given or returned into one line that names the phase."""
+def prefix_errors(label: str):
+    """Turns a TypeError or ValueError into a one-line UsageError that begins with `label`."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{who}: {error}") from error
+        raise UsageError(f"{label}: {error}") from error

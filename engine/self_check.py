@@ -1,6 +1,7 @@
-"""A trial: how a model has to be asked, so that its log-probabilities are right.
+"""Numerical self-check: selects the fastest backends that compute correct log-probabilities.
 
-A new run tries each model that plays or trains, and keeps the verdict in its config.json.
+A new run checks every model that it trains or runs episodes with, and stores the selected backends
+in its config.json.
 """
 
 import random
@@ -15,45 +16,57 @@ from engine.chat import Encoder, first_line
 from engine.kv_cache import CachedGenerator
 from engine.sampling import Sampler, TokenSampler, generate_replies
 
-TOLERANCE = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faults 0.012 and more
-SHORT_TOKENS = 24    # tokens of the shortest text
-REPLY_TOKENS = 6       # tokens of a reply
-# Ways of replying, the fastest first: rows of a cache that is kept over turns; else `generate`,
-# side by side with a cache of one turn, or one at a time.
+# The tolerated error in nats per token. Rounding in fp32 causes 4e-5, and bugs cause 0.012 or more.
+TOLERANCE = 1e-3
+SHORT_TOKENS = 24  # number of tokens in the shortest test sequence
+REPLY_TOKENS = 6   # number of tokens in a test reply
+# The backends for generation, the fastest first: "kv_cache" keeps its KV cache across turns (see
+# `engine.kv_cache`). The others call `generate` of transformers with a new cache in each turn,
+# "batched" for all episodes at once, "single" at batch size 1.
 REPLY_BACKENDS = ("kv_cache", "batched", "single")
-# Ways of passes: with beginnings that are shared, or rows that are padded; else one at a time.
+# The backends for log-probabilities: "prefix_sharing" (see `engine.prefix_sharing`), and "padded"
+# batches. A model that supports neither of them runs at batch size 1.
 PASS_BACKENDS = ("prefix_sharing", "padded")
-# What a model's code raises where it lacks a way of being run. Disk and driver are not among them.
-MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
-           TypeError, ValueError)
-MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # which are RuntimeErrors, too
+# A model's code raises one of these errors if it does not support a backend. Problems with the disk
+# or the driver raise other errors.
+MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+                RuntimeError, TypeError, ValueError)
+# These are RuntimeErrors, too, so they have to be caught first.
+MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 @torch.inference_mode()
 def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
-    """Finds the ways to ask a model that give right log-probabilities: those of plain passes over
-    one text. Some models read padding, or err with their cache, or by a text's length.
+    """Selects the fastest backends that agree with plain forward passes at batch size 1.
 
-    It judges code, not rounding: in bf16 rounding alone moves a token by 0.04 to 0.06 nats, more
-    than some faults do. So the model is turned into fp32.
+    A backend agrees if it computes the same log-probabilities. Some models attend to padding, and
+    some compute wrong results with their cache or beyond a certain length.
+
+    The check looks for bugs, not for rounding errors. In bf16, rounding alone changes a token's
+    log-probability by 0.04 to 0.06 nats, more than some bugs do, so the model is cast to fp32.
 
     Args:
-        model: A causal LM; its weights are fp32 afterwards, its attention its own.
-        encoder: Of its tokenizer.
-        longest: Tokens of the longest text that is tried, since some faults begin at a length.
+        model: A causal language model. Its weights stay in fp32 after the check, and its attention
+            implementation is restored.
+        encoder: The encoder of its tokenizer.
+        longest: The maximum number of tokens in a test sequence, replies included. Some bugs appear
+            only beyond a certain length.
 
     Returns:
-        The fastest of REPLY_BACKENDS that is right, as `replies`; and those of PASS_BACKENDS that are.
+        A dict with two entries: `replies` is the first correct backend in REPLY_BACKENDS, and
+        `passes` is the list of all correct ones in PASS_BACKENDS.
 
     Raises:
-        Refused: No way is right. What the machine lacks, memory say, is raised as it is.
+        UsageError: No backend for generation is correct. Errors of the machine, such as running out
+            of memory, are raised unchanged.
     """
     model.float()
     attention = model.config._attn_implementation
-    texts = random_sequences(encoder, longest)
-    why = ""
-    for way in REPLY_BACKENDS:
-        error, why = backend_error(lambda: reply_error(model, encoder, texts, longest, way))
+    sequences = random_sequences(encoder, longest)
+    reason = ""
+    for backend in REPLY_BACKENDS:
+        error, reason = backend_error(
+            lambda: reply_error(model, encoder, sequences, longest, backend))
         model.set_attn_implementation(attention)
         if error < TOLERANCE:
             break
@@ -62,95 +75,128 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
         positions = models.positions_of(model.config)
         if longest > positions:
             remedy = f"it has {positions:,} positions, lower --max-tokens {longest}"
-        why = why or "its replies have other log-probabilities than plain passes over them"
+        reason = reason or "the log-probabilities of its replies differ from its forward pass"
         raise UsageError(f"--model {model.name_or_path}: {type(model).__name__} cannot be used: "
-                      f"{why}; {remedy}")
+                         f"{reason}; {remedy}")
 
-    right = []
+    correct = []
     for passes in PASS_BACKENDS:
-        error, _ = backend_error(lambda: pass_error(model, texts, passes))
+        error, _ = backend_error(lambda: pass_error(model, sequences, passes))
         model.set_attn_implementation(attention)
         if error < TOLERANCE:
-            right.append(passes)
-    return dict(replies=way, passes=right)
+            correct.append(passes)
+    return dict(replies=backend, passes=correct)
 
 
-def backend_error(tried: Callable) -> tuple[float, str]:
-    """How far a way is off, and why it cannot be taken at all, if it cannot."""
+def backend_error(check: Callable) -> tuple[float, str]:
+    """Returns the error of a backend in nats per token, and a message if the backend fails.
+
+    Args:
+        check: A function without arguments that runs the backend and returns its error. If it
+            raises one of MODEL_ERRORS, the backend fails, and its error is infinite.
+    """
     try:
-        return tried(), ""
+        return check(), ""
     except MACHINE_ERRORS:
         raise
     except MODEL_ERRORS as error:
-        if "DefaultCPUAllocator" in str(error):  # out of memory, on a CPU
+        if "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
             raise MemoryError(str(error)) from None
         return float("inf"), first_line(error)
 
 
 def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
-    """Returns random texts: a long one, its beginning with another end, a short one, and one of a
-    third of the length, since some models err at neither end. None is longer than a third and
-    shorter than the long ones: some models read all of a text otherwise from a length on, and none
-    is to grow past it."""
+    """Draws the test sequences: up to four sequences of random tokens.
+
+    They are a long one, a second long one with the same first third, a short one, and one with a
+    third of the maximum length, since some bugs appear neither in long nor in short sequences. No
+    sequence is longer than this third and shorter than the long ones. Some models switch their
+    behaviour at a certain length, and no sequence may grow past that length during the check.
+    """
     rng = random.Random(0)
-    drawn = sorted(encoder.valid_ids - set(suppressed_ids_of(encoder)))
-    long = rng.choices(drawn, k=max(SHORT_TOKENS, longest - 4 * REPLY_TOKENS))
-    twin = long[:len(long) // 3] + rng.choices(drawn, k=len(long) - len(long) // 3)
-    texts = [long, twin, rng.choices(drawn, k=min(SHORT_TOKENS, longest // 3))]
-    return [*texts, rng.choices(drawn, k=longest // 3)] if longest // 3 > SHORT_TOKENS else texts
+    ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
+    long = rng.choices(ids, k=max(SHORT_TOKENS, longest - 4 * REPLY_TOKENS))
+    twin = long[:len(long) // 3] + rng.choices(ids, k=len(long) - len(long) // 3)
+    sequences = [long, twin, rng.choices(ids, k=min(SHORT_TOKENS, longest // 3))]
+    third = longest // 3
+    return [*sequences, rng.choices(ids, k=third)] if third > SHORT_TOKENS else sequences
 
 
-def suppressed_ids_of(encoder: Encoder) -> tuple[int, ...]:
-    """What a reply of a trial never has, so that none ends early."""
+def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
+    """Returns the ids that are never sampled during the check, so that no reply ends early."""
     return (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
 
 
-def reply_error(model, encoder: Encoder, texts: list[Ids], longest: int, way: str) -> float:
-    """How far replies to the texts, in two turns, are off plain passes, in nats a token."""
-    sampler = Sampler(suppressed_ids=suppressed_ids_of(encoder))
-    answer = make_generator(way, model, TokenSampler(sampler, encoder, ()), len(texts), longest, REPLY_TOKENS, longest)
+def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, backend: str) -> float:
+    """Generates replies to the sequences in two turns, and measures the error of a backend.
+
+    Args:
+        model, encoder, longest: The same as in `select_backends`.
+        sequences: The sequences from `random_sequences`.
+        backend: The name of the backend, one of REPLY_BACKENDS.
+
+    Returns:
+        The largest error of a sequence, in nats per token.
+    """
+    sampler = Sampler(suppressed_ids=suppressed_ids(encoder))
+    generate = make_generator(backend, model, TokenSampler(sampler, encoder, ()), len(sequences),
+                              longest, REPLY_TOKENS, longest)
     rng = random.Random(1)
-    asked = []
-    for n, ids in enumerate(texts):
-        asked.append((Trajectory(ids=list(ids), action_mask=[0] * len(ids)), random.Random(n)))
+    requests = []
+    for n, ids in enumerate(sequences):
+        requests.append((Trajectory(ids=list(ids), action_mask=[0] * len(ids)), random.Random(n)))
     for _ in range(2):
-        for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
+        for (t, _), (ids, log_probs) in zip(requests, generate(requests)):
             t.extend(ids, is_action=True)
             t.log_probs += log_probs
-            t.extend(rng.choices(texts[0], k=REPLY_TOKENS), is_action=False)
+            t.extend(rng.choices(sequences[0], k=REPLY_TOKENS), is_action=False)
     worst = 0.0
-    for t, _ in asked:
-        plain = token_log_probs(model, [t], sampler.process_logits)                       # (A,)
+    for t, _ in requests:
+        plain = token_log_probs(model, [t], sampler.process_logits)               # (A,)
         worst = max(worst, (plain - plain.new_tensor(t.log_probs)).abs().mean().item())
     return worst
 
 
-def make_generator(way: str, model, draw: TokenSampler, slots: int, max_tokens: int, max_new_tokens: int,
-              tokens: int) -> Callable:
-    """What replies to conversations in one of the REPLY_BACKENDS, see `engine.kv_cache.CachedGenerator`."""
-    if way == "kv_cache":
-        return CachedGenerator(model, draw, slots, max_tokens, max_new_tokens, tokens)
+def make_generator(backend: str, model, token_sampler: TokenSampler, slots: int, max_tokens: int,
+                   max_new_tokens: int, tokens: int) -> Callable:
+    """Returns a function that generates replies with `backend`, one of REPLY_BACKENDS.
 
-    def reply(asked):
-        conversations = [(t.ids, rng) for t, rng in asked]
-        return generate_replies(model, draw, max_new_tokens, conversations, alone=way == "single")
+    The other arguments are those of `engine.kv_cache.CachedGenerator`, and the function is called
+    in the same way: generate([(trajectory, rng)]) returns [(ids, log_probs)].
+    """
+    if backend == "kv_cache":
+        return CachedGenerator(model, token_sampler, slots, max_tokens, max_new_tokens, tokens)
 
-    return reply
+    def generate(requests):
+        conversations = [(t.ids, rng) for t, rng in requests]
+        return generate_replies(model, token_sampler, max_new_tokens, conversations,
+                                single=backend == "single")
+
+    return generate
 
 
-def pass_error(model, texts: list[Ids], passes: str) -> float:
-    """How far a pass over all texts is off plain passes over each, in nats a token."""
+def pass_error(model, sequences: list[Ids], passes: str) -> float:
+    """Runs all sequences in one forward pass, and measures the error of a backend.
+
+    Args:
+        model: The model.
+        sequences: The sequences from `random_sequences`.
+        passes: The name of the backend, one of PASS_BACKENDS.
+
+    Returns:
+        The largest error of a sequence, in nats per token.
+    """
     trajectories = []
-    for ids in texts:
+    for ids in sequences:
         mask = [int(k % 8 == 0 or k > len(ids) - REPLY_TOKENS) for k in range(len(ids))]
         trajectories.append(Trajectory(ids=ids, action_mask=mask))
     plain = [token_log_probs(model, [t]) for t in trajectories]                   # (a,) each
     if passes == "prefix_sharing":
         model.set_attn_implementation("prefix_sharing")
-        found = prefix_sharing.log_probs(model, trajectories, sum(map(len, texts)))       # (A,)
+        batched = prefix_sharing.log_probs(model, trajectories, sum(map(len, sequences)))  # (A,)
     else:
-        found = token_log_probs(model, trajectories)                              # (A,)
+        batched = token_log_probs(model, trajectories)                            # (A,)
     errors = []
-    for own, text in zip(found.split([len(values) for values in plain]), plain):
-        errors.append((own - text).abs().mean().item())
+    for values, expected in zip(batched.split([len(values) for values in plain]), plain):
+        errors.append((values - expected).abs().mean().item())
     return max(errors)

@@ -1,4 +1,7 @@
-"""A run's log: metrics.jsonl, and a tracker that gets its numbers, too. `Run` writes it."""
+"""The log of a run, metrics.jsonl, which an experiment tracker can also receive.
+
+`Run` writes a line for each training step and for each finished phase.
+"""
 
 import json
 import re
@@ -11,8 +14,8 @@ from accelerate.tracking import filter_trackers
 from common.files import whole_lines
 from common.settings import UsageError
 
-# What trackers call numbers of a step of training, as TRL's do; others keep their names.
-NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
+# The names of a training step's numbers in a tracker, as in TRL. All others keep their names.
+TRL_NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
          "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
          "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
 
@@ -21,13 +24,13 @@ class Tracking:
     """Writes the log of a run.
 
     Args:
-        accelerator: accelerate's, whose trackers are used.
-        folder: The run's; a tracker that writes files does so in its folder `tracking`.
-        name: The tracker, such as tensorboard; None: there is none.
-        settings: The run's, which trackers show.
+        accelerator: The Accelerator of the run. Its trackers are used.
+        folder: The folder of the run. A tracker writes its files to `tracking` in it.
+        name: The name of the tracker, such as "tensorboard", or None for no tracker.
+        settings: The settings of the run, which the tracker records.
 
     Raises:
-        Refused: The tracker is not one of accelerate's, or is not installed.
+        UsageError: accelerate does not support the tracker, or it is not installed.
     """
 
     def __init__(self, accelerator, folder: Path, name: str | None, settings: dict):
@@ -35,68 +38,82 @@ class Tracking:
         self.file = folder / "metrics.jsonl"
         if not accelerator.is_main_process:
             return
-        self.lines = len(whole_lines(self.file))  # those of earlier processes among them
+        self.lines = len(whole_lines(self.file))  # including lines from before a resume
         if name:
             self.start(name, folder / "tracking", settings)
 
     def start(self, name: str, folder: Path, settings: dict) -> None:
         try:
-            found = filter_trackers(name, str(folder))
+            trackers = filter_trackers(name, str(folder))
         except ValueError as error:
             raise UsageError(f"--track {name}: {error}") from None
-        if not found:
-            raise UsageError(f"--track {name}: it is not installed; {sys.executable} -m pip install "
-                          f"{name}")
-        self.accelerator.log_with = found
+        if not trackers:
+            raise UsageError(f"--track {name}: it is not installed; {sys.executable} -m pip "
+                             f"install {name}")
+        self.accelerator.log_with = trackers
         self.accelerator.project_configuration.set_directories(str(folder))
         folder.mkdir(exist_ok=True)
-        known = {key: value for key, value in settings.items() if value is not None}
-        self.accelerator.init_trackers("coevolve", known)
+        settings = {key: value for key, value in settings.items() if value is not None}
+        self.accelerator.init_trackers("coevolve", settings)
 
     def log(self, event: str, phase: str, numbers: dict) -> None:
-        """Appends a line to metrics.jsonl, and gives its numbers to the tracker, named by phase;
-        those of evaluations by agent and split, too, a curve over the run. The number of the line
-        is their step, so that a run that goes on goes on there."""
+        """Appends a line to metrics.jsonl, and sends its numbers to the tracker, on the main rank.
+
+        The names in the tracker begin with the phase. Numbers of an evaluation are also sent under
+        the agent and the split, which gives a curve over the run. The number of a line is its step
+        in the tracker, so a resumed run continues the curves.
+
+        Args:
+            event: "train" for a training step, or "phase" for a finished phase.
+            phase: The output of the phase.
+            numbers: The numbers by name. Nested dictionaries are allowed.
+        """
         if not self.accelerator.is_main_process:
             return
         with open(self.file, "a") as file:
             file.write(json.dumps(dict(event=event, phase=phase, **numbers)) + "\n")
         self.lines += 1
-        shown = by_pair(numbers) if event == "train" else numbers
-        found = flat(phase.removesuffix(".jsonl"), shown)
+        renamed = with_trl_names(numbers) if event == "train" else numbers
+        values = flatten(phase.removesuffix(".jsonl"), renamed)
         if "split" in numbers:
-            found |= flat(f"evaluate/{numbers['name']}/{numbers['split']}", numbers)
-        self.accelerator.log({accepted(name): value for name, value in found.items()}, self.lines)
+            values |= flatten(f"evaluate/{numbers['name']}/{numbers['split']}", numbers)
+        self.accelerator.log({valid_name(name): value for name, value in values.items()},
+                             self.lines)
 
 
-def by_pair(line: dict) -> dict:
-    """Returns the numbers of a step of training as trackers call them, such as `grad_norm`, and
-    `rewards/margins/expert>target` for a kind of pairs."""
-    found = {}
+def with_trl_names(line: dict) -> dict:
+    """Returns the numbers of a training step under their names in a tracker.
+
+    Examples are `grad_norm`, and `rewards/margins/expert>target` for a kind of pairs.
+    """
+    renamed = {}
     for name, value in line.items():
         if name == "kinds":
             for kind, row in value.items():
-                for own, mean in row.items():
-                    found[f"{NAMES.get(own, own)}/{kind}"] = mean
+                for statistic, mean in row.items():
+                    renamed[f"{TRL_NAMES.get(statistic, statistic)}/{kind}"] = mean
         else:
-            found[NAMES.get(name, name)] = value
-    return found
+            renamed[TRL_NAMES.get(name, name)] = value
+    return renamed
 
 
-def accepted(name: str) -> str:
-    """Returns a name as every tracker accepts it: letters of ASCII, digits, `_`, `-`, `.` and `/`,
-    no part of it dots alone, as in a path, and 250 characters at most. Names of agents may come
-    from a file, and are quoted in names of phases."""
+def valid_name(name: str) -> str:
+    """Returns a name in a form that every tracker accepts.
+
+    It has at most 250 characters, which are ASCII letters, digits, `_`, `-`, `.` and `/`, and no
+    part between slashes consists of dots alone. The name of an agent may come from a file, in which
+    case it is percent-encoded in the name of the phase.
+    """
     name = quote(unquote(name).replace(">", "_over_")).replace("~", "_").replace("%", "_")
     name = re.sub(r"(?<![^/])(\.*)(?![^/])", r"_\1", name)
     return name[:250].rstrip("/")
 
 
-def flat(name: str, value) -> dict[str, float]:
-    """The numbers in nested dictionaries, with / between the names."""
+def flatten(name: str, value) -> dict[str, float]:
+    """Returns the numbers in nested dictionaries by their path, such as "phase/loss"."""
     if isinstance(value, dict):
-        found = {}
-        for inner, part in value.items():
-            found |= flat(f"{name}/{inner}", part)
-        return found
+        values = {}
+        for key, inner in value.items():
+            values |= flatten(f"{name}/{key}", inner)
+        return values
     return {name: value} if isinstance(value, (int, float)) else {}

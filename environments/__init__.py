@@ -1,7 +1,8 @@
-"""Finds and makes environments. Each folder here is one, and is called by its name.
+"""Finds and makes environments. Each folder here is an environment and has its name.
 
-The `__init__` of a folder holds the environment's settings, a class `Options`, and imports nothing
-but the standard library; packages that the environment needs are imported when it is made.
+The `__init__` of such a folder defines the environment's settings, a class `Options`. It imports
+only the standard library and this project. The packages that the environment needs are imported
+when it is made. The functions below `make` are helpers that several environments share.
 """
 
 import re
@@ -13,20 +14,26 @@ from pathlib import Path
 from common.settings import Stated, UsageError
 from envs import Environment, Stuck
 
-# The names of all environments, which every command uses
+# The names of all environments. Every command accepts these.
 ENVIRONMENTS = tuple(sorted(
     file.parent.name for file in Path(__file__).parent.glob("*/__init__.py")))
 
 
 @dataclass(frozen=True)
 class Options(Stated):
-    """Settings of an environment; a folder adds its own. make(view) returns the `Environment`."""
-    protocol = "ours"  # "eto" to run episodes as ETO's code does, see eto_protocol.py
+    """Settings of an environment.
+
+    A subclass adds its settings and defines make(view), which returns the `Environment`.
+    """
+    protocol = "ours"  # "eto" runs episodes as the code of ETO does, see eto_protocol.py
 
     @staticmethod
     def scenario(task: str) -> str | None:
-        """Returns the name that variants of one task share if a success on all of them is also
-        reported, or None."""
+        """Returns the name that the variants of a task share, or None.
+
+        If there is one, the evaluation also reports the fraction of names whose variants all
+        succeed.
+        """
         return None
 
 
@@ -41,16 +48,17 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> Environ
     """Makes the environment called `name`.
 
     Args:
-        name: One of ENVIRONMENTS.
-        view: "full", the official text, or "short".
-        examples: The number of examples in the prompt, with ETO's protocol.
+        name: The name, one of ENVIRONMENTS.
+        view: The form of the texts: "full", which is the official one, or "short".
+        examples: The number of example conversations in the prompt. Only the protocol of ETO has
+            such examples.
         options: The fields of the environment's `Options`.
     """
-    chosen = environment(name)(**options)
-    env = chosen.make(view)
-    if chosen.protocol == "eto":
+    settings = environment(name)(**options)
+    env = settings.make(view)
+    if settings.protocol == "eto":
         from environments.eto_protocol import in_eto_protocol
-        return in_eto_protocol(env, chosen.prompts, examples)
+        return in_eto_protocol(env, settings.prompts, examples)
     return env
 
 
@@ -61,10 +69,11 @@ def converse(env: Environment, observation: str,
     Args:
         env: The environment, after `reset` or `start`.
         observation: The first observation.
-        act: observation -> reply.
+        act: A function observation -> reply.
 
     Returns:
-        The messages, and the reward. The reward is 0 if `act` had no next reply.
+        The messages without the observation after the last reply, and the reward. The reward is 0
+        if `act` raises Stuck or StopIteration, because it has no next reply.
     """
     messages = env.opening(observation)
     for turn in range(1, env.max_turns + 1):
@@ -82,24 +91,34 @@ def converse(env: Environment, observation: str,
 
 
 def saying(replies: Iterable[str]) -> Callable[[str], str]:
-    """Somebody who says these replies one after the other, whatever is observed."""
-    left = iter(replies)
-    return lambda observation: next(left)
+    """Returns a function observation -> reply that returns these replies in order, whatever the
+    observations are. After the last reply it raises StopIteration."""
+    remaining = iter(replies)
+    return lambda observation: next(remaining)
 
 
-def first_reply(messages: list[dict], steps: int) -> int:
-    """How many turns come before the first of so many replies; "OK" and examples are none."""
-    acted = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
-    return acted[-steps] if 0 < steps <= len(acted) else len(messages)
+def first_reply(messages: list[dict], turns: int) -> int:
+    """Returns the index of the message with the agent's first reply.
+
+    Assistant messages before it belong to the opening: the "OK" after the rules, and those of the
+    examples. If `turns` is 0, or larger than the number of assistant messages, the result is the
+    number of messages.
+
+    Args:
+        messages: All messages of an episode.
+        turns: The number of the agent's replies.
+    """
+    replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    return replies[-turns] if 0 < turns <= len(replies) else len(messages)
 
 
 def words_of(text: str) -> str:
-    """The text's words and numbers alone, in lower case."""
+    """Returns the words and numbers of a text in lower case, separated by spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def is_web_address(text: str) -> bool:
-    """Whether it is http(s)://host[:port][/path], with nothing else in it."""
+    """Returns True if the whole text has the form http(s)://host[:port][/path]."""
     host = r"([\w.-]+|\[[\da-fA-F:.]+\])"
     port = r"(:[1-9]\d{0,4})?"
     path = r"(/[^\s\\?#@]*)?"

@@ -1,11 +1,12 @@
-"""How ETO's code (IPR's, on InterCodeSQL) talks to an agent: --protocol eto.
+"""Runs episodes as the code of ETO does, or that of IPR on InterCodeSQL: --protocol eto.
 
     Yifan-Song793/ETO   WebShop and ScienceWorld      (Song et al. 2024)
     WeiminXiong/IPR     WebShop and InterCodeSQL      (Xiong et al. 2024)
 
-Their texts stay in the user's copy. An `EtoEnvironment` wraps an environment of ours: rules are a
-turn of their own, examples come before the task, observations have a heading, an action is what
-follows the first "Action: ". The table in environments/README.md has all.
+The prompts are read from the user's copy of one of these repositories. An `EtoEnvironment` wraps
+one of our environments: the rules are a message of their own, examples come before the task, every
+observation has a heading, and the action is the text after the first "Action: ". The table in
+environments/README.md lists all differences.
 """
 
 import re
@@ -21,11 +22,11 @@ from envs import Environment, Step
 
 @dataclass(frozen=True)
 class ProtocolOptions(Options):
-    """The settings of an environment that ETO or IPR published something for."""
-    # how an episode is told to an agent: by this project, or as ETO's code does (IPR's on
-    # InterCodeSQL), with its lengths, stops, rates and rewards [ours]
+    """Settings of the environments that ETO or IPR also use."""
+    # Form of an episode: "ours", or "eto" as in ETO's code (IPR's on InterCodeSQL), with its
+    # prompt, lengths, stop strings, learning rate, temperature and rewards [ours]
     protocol: Literal["ours", "eto"] = "ours"
-    # eto: folder of ETO's or IPR's prompts, eval_agent/prompt of their repository [-]
+    # Folder of ETO's or IPR's prompts for --protocol eto: eval_agent/prompt of their repository [-]
     prompts: OldFile = None
 
     def conflicts(self, s):
@@ -34,13 +35,14 @@ class ProtocolOptions(Options):
             (eto != bool(self.prompts), "--protocol eto --prompts FOLDER",
              "give both; the folder is eval_agent/prompt of ETO's or IPR's repository"),
             (eto and (s.model == "tiny" or s.view == "short"), "--protocol eto",
-             "the tiny model and --view short know this project's texts only; give --view full "
-             "and another --model"),
+             "the tiny model and --view short need this project's texts; give --view full and "
+             "another --model"),
             (eto and s.method in ("grpo", "evolve"), f"--protocol eto --method {s.method}",
-             "its explorers know this project's texts only; leave out one of them")]
+             "the explorers of this method need this project's texts; leave out one of the two")]
 
 
-NO_ACTION = "Invalid format. The input must contains 'Action: '"  # as their environments answer
+# Observations of their environments after a reply without an action, verbatim
+NO_ACTION = "Invalid format. The input must contains 'Action: '"
 NO_SQL_ACTION = (
     "I don't understand your input.\n Your input shoud include the key world \"Action:\".\n If you "
     "want to perform a query operation, please use the following format:\n Action: \n```sql\nthe "
@@ -50,7 +52,10 @@ NO_SQL_ACTION = (
 
 
 class EtoEnvironment:
-    """An environment whose episodes run as in ETO's code; the rest is the inner environment's."""
+    """Wraps an environment of ours so that its episodes run as in ETO's code.
+
+    All attributes that are not defined here are those of the wrapped environment.
+    """
     stops = ("\nObservation:", "\nTask:", "\n---")
     heading = "Observation: "
     no_action = NO_ACTION
@@ -58,12 +63,12 @@ class EtoEnvironment:
     def __init__(self, inner: Environment, instruction: str, examples: list[list[dict]]):
         """
         Args:
-            inner: The environment itself, by our own protocol.
-            instruction: What an agent is told first.
-            examples: Conversations that an agent is shown which plays.
+            inner: The environment with our protocol.
+            instruction: The first message to the agent, which states the rules.
+            examples: Conversations in the prompt of an acting agent.
         """
         self.inner = inner
-        self.inner.action = self.action  # it reads replies as this one does
+        self.inner.action = self.action  # the inner `step` then parses replies by this protocol
         self.instruction = instruction
         self.examples = examples
 
@@ -77,19 +82,23 @@ class EtoEnvironment:
         return self.inner.start(what)
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
-        """The instruction and "OK", the examples (which nobody is trained on), then the task."""
-        turns = [{"role": "user", "content": self.instruction},
-                 {"role": "assistant", "content": "OK"}]
+        """Returns the instruction, the reply "OK", the examples and the task.
+
+        The opening that an agent is trained on has no examples, and its task has no heading.
+        """
+        messages = [{"role": "user", "content": self.instruction},
+                    {"role": "assistant", "content": "OK"}]
         if not playing:
-            return [*turns, {"role": "user", "content": bare(observation)}]
+            return [*messages, {"role": "user", "content": without_heading(observation)}]
         for example in self.examples:
-            turns += [dict(turn) for turn in example]
-        return [*turns, {"role": "user", "content": observation}]
+            messages += [dict(message) for message in example]
+        return [*messages, {"role": "user", "content": observation}]
 
     def action(self, reply: str) -> str | None:
-        """All that follows the first "Action: ", so the first of several actions; None without."""
-        found = re.search(r"Action: (.*)", reply.strip(), re.S)
-        return found[1] if found else None
+        """Returns all text after the first "Action: ", or None if there is no such label. If a
+        reply has several actions, the text begins with the first one."""
+        match = re.search(r"Action: (.*)", reply.strip(), re.S)
+        return match[1] if match else None
 
     def step(self, reply: str) -> Step:
         if self.action(reply) is None:
@@ -98,17 +107,17 @@ class EtoEnvironment:
         return replace(step, observation=self.heading + step.observation)
 
     def without_action(self) -> Step:
-        """What follows a reply in which there is no action."""
+        """Returns the step of a reply that has no action."""
         return Step(f"Observation: {self.no_action}", 0.0, False, idle=True)
 
     def expert(self):
-        """The inner environment's, which reads observations without their heading."""
+        """Returns the expert of the wrapped environment. It gets observations without heading."""
         act = self.inner.expert()
-        return lambda observation: act(bare(observation))
+        return lambda observation: act(without_heading(observation))
 
 
 class EtoShop(EtoEnvironment):
-    """WebShop, where one can search on every page."""
+    """WebShop with searches on every page, as in ETO's code."""
     heading = "Observation:\n"
 
     def __init__(self, *args):
@@ -117,8 +126,11 @@ class EtoShop(EtoEnvironment):
 
 
 class EtoScienceWorld(EtoEnvironment):
-    """ScienceWorld: a wrong first `focus on` scores -1, and a reply without an action forgets what
-    had been reached."""
+    """ScienceWorld with ETO's rewards.
+
+    A wrong `focus on` as the first action gives the reward -1. A reply without an action resets the
+    highest score so far to 0.
+    """
 
     def start(self, what) -> str:
         description = super().start(what)
@@ -131,13 +143,16 @@ class EtoScienceWorld(EtoEnvironment):
 
 
 class EtoInterCodeSQL(EtoEnvironment):
-    """InterCodeSQL in IPR's code: a negative reward stays as it is, and most error texts end with a
-    line break. Replies are read as by our own protocol."""
+    """InterCodeSQL as in IPR's code.
+
+    The reward may be negative, and most error messages end with a line break. Replies are parsed
+    as in our own protocol.
+    """
     no_action = NO_SQL_ACTION
 
-    def __init__(self, inner: Environment, *more):
+    def __init__(self, inner: Environment, *args):
         self.action = inner.action
-        super().__init__(inner, *more)
+        super().__init__(inner, *args)
         self.inner.error_end = "\n"
 
     def step(self, reply: str) -> Step:
@@ -147,38 +162,38 @@ class EtoInterCodeSQL(EtoEnvironment):
         return step
 
 
-# name of an environment -> what wraps it, and how the folder's files call it
-TOLD = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
-        "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
+# Name of an environment -> its wrapper, and its name in the files of the prompt folder
+WRAPPERS = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
+            "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
 
 
 def in_eto_protocol(env: Environment, folder: str, examples: int) -> EtoEnvironment:
-    """Wraps an environment.
+    """Wraps an environment so that its episodes run as in ETO's code.
 
     Args:
-        env: One of ours, by the full view.
-        folder: A copy of ETO's or IPR's eval_agent/prompt.
-        examples: How many of the folder's an agent is shown that plays.
+        env: One of our environments, in the full view.
+        folder: A copy of eval_agent/prompt from ETO's or IPR's repository.
+        examples: The number of the folder's examples in the prompt of an acting agent.
 
     Raises:
-        Refused: The folder lacks something.
+        UsageError: If a file of the folder is missing or malformed, or has too few examples.
     """
-    wrapper, stem = TOLD[env.name]
+    wrapper, stem = WRAPPERS[env.name]
     instruction_file = f"instructions/{stem}_inst.txt"
     examples_file = f"icl_examples/{stem}_icl.json"
     must = (f"ETO's or IPR's eval_agent/prompt, with a text in {instruction_file} and a JSON list "
             f"of {examples} conversations or more in {examples_file}")
     with reading(f"--prompts {folder}", must):
         instruction = Path(folder, instruction_file).read_text(encoding="utf-8")
-        kept = read_json(Path(folder, examples_file))[:examples] if examples else []
-        if len(kept) < examples:
-            raise ValueError(f"{examples_file} has {len(kept)} conversations")
-        for conversation in kept:
-            for turn in conversation:
-                text_in(turn["content"])
-    return wrapper(env, instruction, kept)
+        conversations = read_json(Path(folder, examples_file))[:examples] if examples else []
+        if len(conversations) < examples:
+            raise ValueError(f"{examples_file} has {len(conversations)} conversations")
+        for conversation in conversations:
+            for message in conversation:
+                text_in(message["content"])
+    return wrapper(env, instruction, conversations)
 
 
-def bare(observation: str) -> str:
-    """Without what their code writes before it."""
+def without_heading(observation: str) -> str:
+    """Returns an observation without the heading that their code writes before it."""
     return re.sub(r"^(Observation|Task Description):\s*", "", observation)

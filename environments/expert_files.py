@@ -1,43 +1,50 @@
-"""Experts of a file: trajectories of a run, or a list that ETO or IPR published."""
+"""Reads expert trajectories from a file: trajectories of a run, or a list of ETO or IPR.
+
+ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish expert trajectories as a JSON list. This
+file calls these published. A run writes its trajectories as JSON lines. An expert trajectory is
+only used if it has the same opening, of prompt and first observation, as an episode here.
+"""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os.path import commonprefix
 from pathlib import Path
 
 from common.settings import UsageError
 from environments import converse, first_reply
-from environments.eto_protocol import EtoEnvironment, bare
+from environments.eto_protocol import EtoEnvironment, without_heading
 from environments.user_files import reading, text_in
 from envs import Environment
 
 MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajectories (task, "
         "messages of role and content, reward; experts.jsonl, for example), of this environment's "
         "tasks")
-# What a run writes of an episode beside what is trained on.
+# Fields of a run's trajectories that are not used here
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
           "turns", "idle", "ended", "signal")
+# The roles in published files and in those of a run -> the roles of chat templates
 ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
-def experts(env: Environment, file: str | None, count: int,
-            dropped: Counter | None = None) -> Iterator[tuple[str, list[dict], float]]:
-    """Experts, one after the other.
+def experts(env: Environment, file: str | None, count: int, dropped: Counter | None = None,
+            report: Callable[[str], None] = print) -> Iterator[tuple[str, list[dict], float]]:
+    """Yields expert trajectories, from a file or from the scripted expert.
 
     Args:
         env: The environment.
-        file: Where they are; None for the scripted expert.
-        count: Of how many tasks, 0 for all.
-        dropped: Gets, by reason, the number of entries that are left out.
+        file: The file, or None for the scripted expert.
+        count: The number of tasks, or 0 for all of them.
+        dropped: The counter of entries that are left out, by reason.
+        report: A function that prints a line for the user.
 
     Yields:
-        Task, messages and reward. The reward of a scripted expert that could not go on is 0. A file
-        may have several of a task, as the trajectories of an agent do.
+        Task, messages and reward. The reward is 0 if the scripted expert has no next reply. A file
+        may have several trajectories of a task, as the trajectories of an agent do.
 
     Raises:
-        Refused: An entry of the file is no expert's, or its task opens otherwise here.
+        UsageError: If an entry of the file is malformed, or its task opens differently here.
     """
     if not file:
         for task in env.tasks("train")[:count or None]:
@@ -46,48 +53,71 @@ def experts(env: Environment, file: str | None, count: int,
         return
     if dropped is None:
         dropped = Counter()
-    found = read_experts(file, env)
-    asked = set(tasks_of(found)[:count or None])
-    for task, messages, reward in found:
-        if task not in asked:
+    trajectories = read_experts(file, env, report)
+    selected = set(tasks_of(trajectories)[:count or None])
+    for task, messages, reward in trajectories:
+        if task not in selected:
             continue
         if not messages:
             dropped["too long"] += 1
             continue
-        apart = opens_otherwise(env, messages, env.reset(task))
-        if apart:
-            raise UsageError(f"--experts {file}: {task} is another task here. It opens there | here: "
-                          f"{apart[0]!r} | {apart[1]!r}; give the environment and the --view that "
-                          "these experts were made in, or experts of this one")
+        difference = opening_difference(env, messages, env.reset(task))
+        if difference:
+            theirs, ours = difference
+            raise UsageError(f"--experts {file}: {task} is another task here. The openings differ, "
+                             f"in the file | here: {theirs!r} | {ours!r}; give the environment and "
+                             "the --view that these experts were made in, or experts of this one")
         yield task, messages, reward
 
 
-def tasks_of(found: list[tuple]) -> list[str]:
-    """The tasks of what `read_experts` found, each once, in its order."""
-    return list(dict.fromkeys(task for task, _, _ in found))
+def tasks_of(trajectories: list[tuple]) -> list[str]:
+    """Returns the tasks in the result of `read_experts`, each once, in the order of the file."""
+    return list(dict.fromkeys(task for task, _, _ in trajectories))
 
 
-def read_experts(path: str, env: Environment) -> list[tuple[str, list[dict], float]]:
-    """Task, messages and reward of each entry of a file; Refused naming its entry and turn. A
-    rollout that never replied has no messages."""
+def read_experts(path: str, env: Environment, report: Callable[[str], None] | None = None,
+                 ) -> list[tuple[str, list[dict], float]]:
+    """Returns task, messages and reward of each entry of a file.
+
+    A rollout whose context was full before its first reply has no messages.
+
+    Args:
+        path: The file.
+        env: The environment.
+        report: A function that prints how many published entries have no reward, if any, or None.
+
+    Raises:
+        UsageError: If the file or an entry is malformed. The message names the entry and the turn.
+    """
     with reading(f"--experts {path}", MUST):
         text = Path(path).read_text(encoding="utf-8-sig")
         is_list = text.lstrip().startswith("[")
         rows = json.loads(text) if is_list else text.strip().split("\n")
 
-    found = []
+    trajectories = []
+    without_reward = 0
     for n, row in enumerate(rows):
-        place = f"entry {n}" if is_list else f"line {n + 1}"
-        with reading(f"--experts {path}, {place}", MUST):
+        position = f"entry {n}" if is_list else f"line {n + 1}"
+        with reading(f"--experts {path}, {position}", MUST):
             entry = row if is_list else json.loads(row)
-            found.append(read_entry(entry, env))
-    return found
+            trajectories.append(read_entry(entry, env))
+            without_reward += "reward" not in entry
+    if without_reward and report:
+        report(f"{path}: {without_reward} of {len(rows)} expert trajectories have no reward; they "
+               "count as 1")
+    return trajectories
 
 
 def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
-    """Task, messages and reward of an entry; ValueError and others where it is no expert's."""
+    """Returns task, messages and reward of an entry.
+
+    Raises:
+        ValueError: If the entry is no expert trajectory of this environment. An entry of the wrong
+            type raises other exceptions, all of them in `user_files.FAULTS`.
+    """
+    # 1. Get the fields of a published entry or of a run's trajectory.
     if "conversations" in entry:
-        task, messages, reward = published(entry, env)
+        task, messages, reward = read_published(entry, env)
     else:
         check_fields(entry, ("task", "messages", "reward"), PLAYED)
         task = entry["task"]
@@ -95,110 +125,131 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
         messages = read_turns(entry["messages"], "role", "content")
         messages = without_examples(messages, entry.get("turns", 0), len(env.opening("")))
 
-    while messages and messages[-1]["role"] == "user":  # what followed the last action
+    # 2. Drop the observations after the last reply, which are not trained on.
+    while messages and messages[-1]["role"] == "user":
         messages.pop()
+
+    # 3. Check the messages, the reward and the task.
     if never_replied(entry):
         messages = []
     elif len(messages) <= len(env.opening("")):
-        raise ValueError("there is no reply in it")
-    roles = [turn["role"] for turn in messages]
+        raise ValueError("the conversation has no reply")
+    roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"] * (len(messages) // 2):
-        raise ValueError("its turns are not user and assistant in turn")
-    least = -1 if isinstance(env, EtoEnvironment) else 0  # its rewards begin there
-    if type(reward) not in (int, float) or not least <= reward <= 1:
-        raise ValueError(f"reward {reward!r} is not in [{least}, 1]")
+        raise ValueError("the messages do not alternate between user and assistant")
+    lowest = -1 if isinstance(env, EtoEnvironment) else 0  # ETO's protocol has negative rewards
+    if type(reward) not in (int, float) or not lowest <= reward <= 1:
+        raise ValueError(f"reward {reward!r} is not in [{lowest}, 1]")
     env.find(task)
     return task, messages, float(reward)
 
 
 def never_replied(row: dict) -> bool:
-    """Whether a trajectory's context was full before its first reply."""
+    """Returns True if the context of a run's trajectory was full before its first reply."""
     return row.get("ended") == "context_limit" and row.get("turns") == 0
 
 
-def check_fields(row: dict, needed: tuple[str, ...], more: tuple[str, ...] = ()) -> None:
-    """ValueError where a field is missing, or one is there beside these. What is not read would be
-    left out in silence, and the expert would be another one than the file's."""
-    for name in needed:
+def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    """Raises ValueError if a required field is missing, or if the row has any field that is neither
+    required nor optional.
+
+    If such a field were ignored silently, the expert trajectory could differ from the one that the
+    file means.
+    """
+    for name in required:
         if name not in row:
             raise ValueError(f"it has no {name!r}")
     for name in row:
-        if name not in needed + more:
-            raise ValueError(f"it has {name!r}, which nothing here reads; take it out")
+        if name not in required + optional:
+            raise ValueError(f"it has {name!r}, which is not supported; remove it")
 
 
-def read_turns(turns: list[dict], who: str, text: str, *more: str, roles=ROLES) -> list[dict]:
-    """The messages of a conversation; ValueError where a turn is of another form.
+def read_turns(turns: list[dict], role: str, text: str, *optional: str, roles=ROLES) -> list[dict]:
+    """Returns the messages of a conversation in the form that chat templates take.
 
     Args:
-        turns: Its turns.
-        who: The field that says who speaks.
-        text: The field that has what is said.
-        more: Fields that may be there beside.
-        roles: who may speak -> how a chat template calls them.
+        turns: The messages as they are in the file.
+        role: The name of the field that has the role.
+        text: The name of the field that has the text.
+        optional: The names of fields that may be there as well, and are not read.
+        roles: A dict {role in the file: role in a chat template}.
+
+    Raises:
+        ValueError: If a message has another form. The error gives its number, counted from 1.
     """
     messages = []
     for n, turn in enumerate(turns, 1):
         try:
-            check_fields(turn, (who, text), more)
-            if turn[who] not in roles:
-                raise ValueError(f"its {who!r} is {turn[who]!r}, and only {', '.join(roles)} are "
-                                 "read")
-            messages.append({"role": roles[turn[who]], "content": text_in(turn[text])})
+            check_fields(turn, (role, text), optional)
+            if turn[role] not in roles:
+                raise ValueError(f"its {role!r} is {turn[role]!r}, which is not supported; choose "
+                                 f"from: {', '.join(roles)}")
+            messages.append({"role": roles[turn[role]], "content": text_in(turn[text])})
         except ValueError as error:
             raise ValueError(f"turn {n}: {error}") from None
     return messages
 
 
-def without_examples(messages: list[dict], steps: int, opening: int) -> list[dict]:
-    """An episode's messages without the examples that an agent which plays is shown by ETO's
-    protocol.
+def without_examples(messages: list[dict], turns: int, opening: int) -> list[dict]:
+    """Returns the messages of an episode without the examples in its prompt.
+
+    In ETO's protocol, agents act with examples in the prompt and train without them.
 
     Args:
-        messages: The episode's.
-        steps: How many replies are actions; 0 where the file does not say.
-        opening: How many turns come before the first of them in training.
+        messages: The messages of the episode.
+        turns: The number of replies that have an action, or 0 if the file does not give it.
+        opening: The number of messages before the first of these replies in training.
     """
-    first = first_reply(messages, steps)
-    if steps == 0 or first <= opening:
+    first = first_reply(messages, turns)
+    if turns == 0 or first <= opening:
         return messages
-    task = messages[first - 1] | {"content": bare(messages[first - 1]["content"])}
+    task = messages[first - 1]
+    task = task | {"content": without_heading(task["content"])}
     return [*messages[:opening - 1], task, *messages[first:]]
 
 
-def published(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
-    """Task, messages and reward (1 where it is not known) of an entry of ETO's or IPR's list. It
-    opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
+def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
+    """Returns task, messages and reward of a published entry.
+
+    An entry without a reward counts as 1. The messages get the opening that rollouts have here.
+    With our protocol, the environment's prompt replaces the rules of the entry.
+    """
+    # 1. Read the messages, and check that the file's loss mask is ours: all replies are trained on.
     check_fields(entry, ("id", "conversations"), ("reward", "source"))
     messages = read_turns(entry["conversations"], "from", "value", "loss")
     has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
     opening = 2 if has_rules else 0
-    for n, turn in enumerate(messages):
+    for n, message in enumerate(messages):
         loss = entry["conversations"][n].get("loss")
-        trained = n >= opening and turn["role"] == "assistant"
-        if loss not in (None, trained):
+        is_trained = n >= opening and message["role"] == "assistant"
+        if loss not in (None, is_trained):
             raise ValueError(f"turn {n + 1}: its 'loss' is {json.dumps(loss)}, but all replies are "
                              "trained on, and nothing else")
 
+    # 2. Replace the opening by that of the environment.
     if len(messages) <= opening:
-        raise ValueError("there is no reply in it")
+        raise ValueError("the conversation has no reply")
     first, *rest = messages[opening:]
-    begins = env.opening(bare(first["content"]))
+    new_opening = env.opening(without_heading(first["content"]))
     if not isinstance(env, EtoEnvironment):
-        for turn in rest:
-            if turn["role"] == "user":
-                turn["content"] = bare(turn["content"])
+        for message in rest:
+            if message["role"] == "user":
+                message["content"] = without_heading(message["content"])
     elif has_rules:
-        begins[:2] = messages[:2]
+        new_opening[:2] = messages[:2]
     task = published_task(env, str(entry["id"]))
-    return task, [*begins, *rest], entry.get("reward", 1.0)
+    return task, [*new_opening, *rest], entry.get("reward", 1.0)
 
 
 def published_task(env: Environment, name: str) -> str:
-    """The training task that an id ends in: its number, or those of its type and variation."""
-    form = "ETO's are as webshop_17 or sciworld_0_12"
+    """Returns the training task of a published id, such as webshop_17.
+
+    The key of the task is the last number in the id. If the environment has task types, the last
+    number is the variation, and the number before it is that of the type.
+    """
+    form = "ETO's ids have the form webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):
-        raise ValueError(f"id {name!r} is below 0; {form}")
+        raise ValueError(f"id {name!r} has a negative number; {form}")
     numbers = [int(number) for number in re.findall("[0-9]+", name)]
     if len(numbers) < 1 + bool(env.published_types):
         raise ValueError(f"id {name!r} has no number of a task; {form}")
@@ -207,28 +258,33 @@ def published_task(env: Environment, name: str) -> str:
     return f"{env.name}-train-{numbers[-1]}"
 
 
-def opens_otherwise(env: Environment, messages: list[dict], shown: str) -> tuple[str, str] | None:
-    """Where an expert's opening and the environment's part: prompt, view and first observation.
+def opening_difference(env: Environment, messages: list[dict],
+                       observation: str) -> tuple[str, str] | None:
+    """Compares the opening of an expert trajectory with that of an episode here.
+
+    The openings contain the prompt in one of the views, and the first observation. Text that a
+    server draws anew at each start may differ.
 
     Args:
         env: The environment.
-        messages: The expert's.
-        shown: What the environment shows of the task.
+        messages: The messages of the expert trajectory.
+        observation: The first observation of the task here.
 
     Returns:
-        What they say there and here from where they part, or None if they do not. What a server
-        draws at each start may differ.
+        Excerpts of the expert's opening and of ours, around the first difference, or None if the
+        openings are equal.
     """
-    opening = env.opening(shown)
-    for there, here in zip(messages, opening):
-        told = same_each_start(env, there["content"])
-        tells = same_each_start(env, here["content"])
-        if told != tells:
-            start = max(0, len(commonprefix([told, tells])) - 40)
-            return told[start:start + 160], tells[start:start + 160]
+    opening = env.opening(observation)
+    for their_message, our_message in zip(messages, opening):
+        theirs = comparable(env, their_message["content"])
+        ours = comparable(env, our_message["content"])
+        if theirs != ours:
+            start = max(0, len(commonprefix([theirs, ours])) - 40)
+            return theirs[start:start + 160], ours[start:start + 160]
     return None
 
 
-def same_each_start(env: Environment, text: str) -> str:
-    """A text without what is drawn anew, and without differences in case and white space."""
-    return " ".join(re.sub(env.drawn_anew, "", bare(text.strip())).lower().split())
+def comparable(env: Environment, text: str) -> str:
+    """Returns a text without its heading and the parts that a server draws anew, in lower case and
+    with single spaces."""
+    return " ".join(re.sub(env.drawn_anew, "", without_heading(text.strip())).lower().split())

@@ -1,10 +1,14 @@
-"""What the text of a new task must say, and must not hold: an explorer model wrote it, and code
-cannot read. Words are compared, so that these rules err; that costs proposals, no episodes."""
+"""Checks of the text of a new task, which an explorer model may have written.
+
+The text must ask for something that its solution does, and must not contain a piece of code or a
+call. The checks only compare words, so they are sometimes wrong. A wrong rejection costs a
+proposal, but no episode.
+"""
 
 import json
 import re
 
-# Words of any wish, which say nothing of this one.
+# Common words of requests, which do not show what a request is about
 EMPTY = """a about action actions ahead all also an and answer any anything app are as ask asked
     assist at available be been by call can care carry change code command complete could current do
     does done each every everything execute existing finish fix for from fulfil function get give
@@ -19,39 +23,51 @@ MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 
 
 def asks(text: str, about: str) -> bool:
-    """Whether a text asks for something checkable: it has a word of what is to be done."""
+    """Returns True if a text asks for something that can be checked.
+
+    Args:
+        text: The text of a task.
+        about: A description of what its solution does. The text must share a word with it.
+    """
     return bool((stems(text) & stems(about)) - stems(EMPTY))
 
 
 def stems(text: str) -> set[str]:
-    """The beginnings of a text's words and of the parts of its names, whatever their ends."""
+    """Returns the first five letters of each word in a text. A name such as `getUserName` counts as
+    its parts, and a final s is removed, so that other endings of a word match."""
     words = re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).lower())
     return {word.rstrip("s")[:5] for word in words}
 
 
 def tokens(text: str) -> set[str]:
-    """The words and numbers of a text; months and small numbers that are words also as numbers."""
+    """Returns the words and numbers of a text. Month names and the words for 0 to 12 are included
+    as numbers as well."""
     text = re.sub(r"\\[nrt]", " ", re.sub(r"(?<=\d),(?=\d{3})", "", text))
-    found = set()
+    words = set()
     for word in re.findall(r"\d+(?:\.\d+)?|[^\W\d_]+", text.lower()):
         if word[0].isdecimal():
             word = f"{float(word):.15g}"
-        found.add(word)
+        words.add(word)
         if word in NUMBERS:
-            found.add(str(NUMBERS.index(word)))
+            words.add(str(NUMBERS.index(word)))
         if word[:3] in MONTHS:
-            found.add(str(MONTHS.index(word[:3]) + 1))
-    return found
+            words.add(str(MONTHS.index(word[:3]) + 1))
+    return words
 
 
-# A fence, a tag, an interface, a call's arguments, a pair of JSON, a key of a record, a print.
+# Patterns of code, in this order: a code fence, a tag, an AppWorld interface, the arguments of a
+# call, a key and value of JSON, an index by a string, a print
 CODE = (r"""```|</?tool_call>|\bapis\s*[.\[]|\barguments\W*:|["']\w+["']\s*:\s*["'\[{\d]"""
         r"""|\w\[["']|\bprint\(""")
 
 
 def holds_code(text: str, values: list) -> bool:
-    """Whether a text holds a piece of code or a call, whatever it does. Values that it has to hold
-    may look like one."""
+    """Returns True if a text contains a piece of code or a call.
+
+    Args:
+        text: The text of a task.
+        values: Values that the text has to contain. They may look like code, so they are removed.
+    """
     for value in values:
         for written in (str(value), json.dumps(value, ensure_ascii=False)):
             if re.search(CODE, written):
@@ -60,34 +76,36 @@ def holds_code(text: str, values: list) -> bool:
 
 
 def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
-    """Whether a text holds a call, or a part of it that names what is called.
+    """Returns True if a text contains a call of a function, or names the function.
 
     Args:
-        text: the text.
-        name: of what is called.
-        document: what it does, in words; where its name is one of them, people say it, too.
-        arguments: those of the call.
+        text: The text of a task.
+        name: The name of the function.
+        document: The description of the function. If the name is a word of it, people also use that
+            word for the purpose, so the word alone is allowed in the text.
+        arguments: The arguments of the call.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).split("_")
     name = re.escape(name)
     forms = [rf"[`'\"]{name}[`'\"]", rf"\b{name}[(\[{{<>=|&]"]
     forms += [rf"\b{re.escape(argument)}=\S" for argument in arguments]
-    if len(parts) > 1:  # nobody says it
+    if len(parts) > 1:  # a name of several parts is no word that people use
         forms.append(rf"\b{'[_-]?'.join(map(re.escape, parts))}\b")
-    elif not re.search(rf"\b{name}\b", document, re.I):  # as in a shell: the call without its signs
+    elif not re.search(rf"\b{name}\b", document, re.I):
+        # The name followed by an argument, as in a shell
         first = "|".join(re.escape(str(value)) for value in (*arguments, *leaves(arguments)))
         forms.append(rf"\b{name}\b\W*(?:{first})(?!\w)")
     return bool(re.search("|".join(forms), text, re.I))
 
 
 def with_pairs(names: list[str]) -> set[str]:
-    """Returns the names, and each two that follow one another, as "a, b"."""
+    """Returns the names, and each pair of consecutive names in the form "a, b"."""
     return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
 
 
 def leaves(value) -> list:
-    """The texts and numbers in a value of JSON."""
+    """Returns all strings and numbers in a JSON value, at any depth."""
     if isinstance(value, (dict, list)):
-        inside = value.values() if isinstance(value, dict) else value
-        return [found for item in inside for found in leaves(item)]
+        items = value.values() if isinstance(value, dict) else value
+        return [leaf for item in items for leaf in leaves(item)]
     return [] if value is None or isinstance(value, bool) else [value]

@@ -239,7 +239,8 @@ def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, n
 
     # 2. Compute log pi_SFT and log pi_old. All log-probabilities, also those in training, are under
     # the distribution that the episodes were sampled from. One model is in memory at a time.
-    log_probs = partial(run.log_probs, logits_processor=run.encoder.sampler(s.temperature).process_logits)
+    sampler = run.encoder.sampler(s.temperature)
+    log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
     store_log_probs(groups, "ref_log_probs", run.load(after_sft), log_probs)
     model = run.load(agent)
     store_log_probs(groups, "old_log_probs", model, log_probs)

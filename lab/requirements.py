@@ -1,5 +1,9 @@
-"""What this interpreter, which may have no package at all, lacks of requirements.txt, in one line:
-`python3 lab/requirements.py FILE`; ends with status 1 if that is anything."""
+"""Prints the requirements in a file that this interpreter lacks, in one line.
+
+    python3 lab/requirements.py FILE
+
+The exit status is 1 if a requirement is missing. The interpreter may have no packages at all.
+"""
 
 import sys
 from contextlib import suppress
@@ -7,22 +11,23 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def lacking(lines) -> list[str]:
+    """Returns each missing requirement with the installed version."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
         return ["packaging (found none)"]
-    result = []
+    missing = []
     for line in filter(None, (line.split("#")[0].strip() for line in lines)):
-        wanted, found = Requirement(line), None
+        requirement, installed = Requirement(line), None
         with suppress(PackageNotFoundError):
-            found = version(wanted.name)
-        if not found or not wanted.specifier.contains(found, prereleases=True):
-            result.append(f"{line} (found {found or 'none'})")
-    return result
+            installed = version(requirement.name)
+        if not installed or not requirement.specifier.contains(installed, prereleases=True):
+            missing.append(f"{line} (found {installed or 'none'})")
+    return missing
 
 
 if __name__ == "__main__":
     with open(sys.argv[1]) as file:
-        found = lacking(file)
-    print(", ".join(found))
-    sys.exit(bool(found))
+        missing = lacking(file)
+    print(", ".join(missing))
+    sys.exit(bool(missing))

@@ -66,7 +66,7 @@ GEMMA = ("{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role 
 VICUNA = ("{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
           "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
           "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}")
-TEMPLATES = {  # name -> (template, control tokens, the one that ends a turn)
+TEMPLATES = {  # name -> (template, special tokens, end-of-turn token)
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>"),
     "system": ("<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML,
                ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
@@ -90,14 +90,14 @@ CONVERSATION = [
 def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizerFast:
     """A BPE tokenizer of bytes (Llama 2's: of words), or a Unigram one as of SentencePiece, with
     the named chat template, or another one."""
-    published, control, end = TEMPLATES[name]
+    published, special, end = TEMPLATES[name]
     words = unigram or name == "llama2"
-    options = dict(special_tokens=control, vocab_size=400, show_progress=False)
+    options = dict(special_tokens=special, vocab_size=400, show_progress=False)
     if unigram:
         tokenizer = Tokenizer(models.Unigram())
         letters = [chr(c) for c in range(32, 127)] + list("▁\nÜï日本🙂")
         trainer = trainers.UnigramTrainer(**options | dict(
-            special_tokens=[*control, "<unk>"], unk_token="<unk>", initial_alphabet=letters))
+            special_tokens=[*special, "<unk>"], unk_token="<unk>", initial_alphabet=letters))
     else:
         tokenizer = Tokenizer(models.BPE(byte_fallback=words))
         letters = [chr(c) for c in range(33, 127)] + ["▁", "\n"]
@@ -111,12 +111,12 @@ def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizer
         tokenizer.decoder = decoders.ByteLevel()
     text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
     tokenizer.train_from_iterator(text * 3 if unigram else text, trainer)
-    begin = next((t for t in control if t in ("<s>", "<bos>", "<|begin_of_text|>")), None)
-    pad = "<|pad|>" if "<|pad|>" in control else end
+    begin = next((t for t in special if t in ("<s>", "<bos>", "<|begin_of_text|>")), None)
+    pad = "<|pad|>" if "<|pad|>" in special else end
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad,
         chat_template=template or published,
-        additional_special_tokens=[t for t in control if t not in (begin, end, pad)])
+        additional_special_tokens=[t for t in special if t not in (begin, end, pad)])
 
 
 def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:
@@ -302,7 +302,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(scope="session")
 def agent():
-    """(model, encoder); some rows of the model's embedding are of no token."""
+    """(model, encoder); some rows of the model's embedding belong to no token."""
     tokenizer = make_tokenizer("chatml")
     rows = len(tokenizer) + 5
     return make_model(rows, seed=1), Encoder(tokenizer, rows)
@@ -386,7 +386,7 @@ def toy_run(small_model, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def toy(small_model, tmp_path_factory):
-    """(the folder of a run with the toy in the shop's place, what it has printed)."""
+    """(folder of a run with the toy environment in place of WebShop, its printed output)."""
     out = tmp_path_factory.mktemp("toy") / "run"
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said:
         said.reconfigure = lambda **_: None
@@ -519,8 +519,10 @@ SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --roll
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
-    """A whole run in the shop, a few tasks; of processes that test side by side one makes it, and
-    where it is finished nothing is done again."""
+    """Returns the folder of a whole run in the built-in WebShop on a few tasks.
+
+    If several test processes run in parallel, the first one makes it for all of them.
+    """
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shop"
     with FileLock(f"{folder}.lock"):

@@ -1,4 +1,4 @@
-"""AppWorld: processes that are shut in, with a child that has no package; then the small world,
+"""AppWorld: processes that are isolated, with a child that has no package; then the small AppWorld,
 where the package is (run.sh puts it into .venv-appworld), by the package's own judgement."""
 
 import ast
@@ -19,7 +19,7 @@ from conftest import ROOT, wait_until
 from common.settings import UsageError
 from environments import converse, environment, make
 from environments.appworld import data, judging, processes
-from environments.appworld.data import MOST_REPLIES, calls_in, parts, small_world
+from environments.appworld.data import MAX_REPLIES, calls_in, parts, small_appworld
 from environments.appworld.environment import FORM, block, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
 from envs import EnvError
@@ -125,7 +125,7 @@ def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
             inside = psutil.Process(run.pid).children(recursive=True)
             run.kill()
     if isinstance(found, str):
-        pytest.skip(f"this machine does not shut in: {found}")
+        pytest.skip(f"this machine cannot isolate processes: {found}")
     for name, (_, wanted) in TRIES.items():
         assert re.search(wanted, found[name]), (name, found[name])
     assert len(inside) == 2
@@ -149,7 +149,7 @@ def play(task, text, lines, send):
         exec(json.loads(line)["code"])
 
 child.warm = lambda: None
-child.shown = lambda task, truth: [sysconfig.get_paths()["stdlib"]]
+child.visible_paths = lambda task, truth: [sysconfig.get_paths()["stdlib"]]
 child.play = play
 {more}
 child.serve()
@@ -210,11 +210,11 @@ def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
         assert episode.text == "\u00e9" * 200_000
         episode.seconds = 0.3 if "no answer" in reason else 60
         inside = [process for process in processes_of(server) if process not in outside]
-        with pytest.raises(processes.Gone, match=reason) as caught:
+        with pytest.raises(processes.ProcessEnded, match=reason) as caught:
             episode.run(code)
         assert len(inside) == 2 and len(str(caught.value).encode()) <= 500
         wait_until(lambda: gone(inside), "the processes inside to end")
-    assert other.run("send(output='yes', done=True, calls=[])") == processes.Ran("yes", True, [])
+    assert other.run("send(output='yes', done=True, calls=[])") == processes.CodeResult("yes", True, [])
     other.end()
     wait_until(lambda: not processes_of(server), "the server's processes to end")
 
@@ -239,8 +239,8 @@ def test_what_does_not_start_or_end_is_said_and_leaves_no_process(served, tmp_pa
     for _ in range(2):
         with pytest.raises(EnvError, match="task a does not start: ZeroDivisionError"):
             processes.Episode(server, "a", "x")
-    monkeypatch.setattr(processes, "JUDGING", 0.3)
-    assert "no answer in" in server.once("judge", "a", changes={})["error"]
+    monkeypatch.setattr(processes, "JUDGE_SECONDS", 0.3)
+    assert "no answer in" in server.run_once("judge", "a", changes={})["error"]
     wait_until(lambda: not processes_of(server), "the server's processes to end")
     with pytest.raises(EnvError, match="does not start"):
         served("child.serve = lambda: None")
@@ -254,7 +254,7 @@ def refused(*given):
 jail.separate = refused
 child.play = lambda *given: open({str(tmp_path / "ran")!r}, "w").close()
 """
-    with pytest.raises(UsageError, match=r"does not shut in .*\(OSError: unshare.*container's root may lack"):
+    with pytest.raises(UsageError, match=r"cannot isolate .*\(OSError: unshare.*container's root may lack"):
         served(more)
     assert not (tmp_path / "ran").exists()
 
@@ -338,7 +338,7 @@ def generator(served, monkeypatch, tmp_path):
     def slow(episode, code):
         if late and late.pop():
             episode.end()
-            raise processes.Gone("no answer in 25 seconds")
+            raise processes.ProcessEnded("no answer in 25 seconds")
         return run(episode, code)
 
     monkeypatch.setattr(processes.Episode, "run", slow)
@@ -360,10 +360,10 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(generator):
             (["apis.notes.show_hour()", DONE], "solved without its last change"),
             (["apis.notes.show_hour()", "apis.supervisor.complete_task(answer='Milk')"], None),
             # what the text must say: literals that an interface gets or that something is compared with
-            (["a = 'Bread'", "apis.notes.create_note(title=a)", DONE], "does not say every value"),
-            ([f"'Bread' == 'x' or {NOTE}", DONE], "does not say every value"),
-            (["apis.notes.create_note(title=['Milk', 7])", DONE], "does not say every value"),
-            ([hour, DONE], "does not say every value"), (["apis.notes.show_hour()", hour, DONE], None),
+            (["a = 'Bread'", "apis.notes.create_note(title=a)", DONE], "does not state every value"),
+            ([f"'Bread' == 'x' or {NOTE}", DONE], "does not state every value"),
+            (["apis.notes.create_note(title=['Milk', 7])", DONE], "does not state every value"),
+            ([hour, DONE], "does not state every value"), (["apis.notes.show_hour()", hour, DONE], None),
             (["apis.notes.create_note(title='Ada')", DONE], None),        # the person
             (["apis.notes.create_note(title='called')", DONE], None),     # a document
             (["apis.notes.create_note(title='Milk', access_token='x1', note_id=9)", DONE], None)):
@@ -377,13 +377,13 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
     judge, late = generator.env.judge, generator.late
     task = dict(start="a", text="A note called Milk", code=["apis.notes.show_hour()", NOTE, DONE])
     last = "without its last change"
-    for replies, reason in ((7, f"{last} it is not played to its end"), (2, "does not complete it")):
+    for replies, reason in ((7, f"{last} it does not run to its end"), (2, "does not complete it")):
         late[:] = [True] + [False] * replies
         assert reason in generator.verify(dict(task=task))
     late.clear()
     left = judge.trace(task, task["code"]).changes
     late[:] = [True, False]
-    with pytest.raises(EnvError, match="made on a is not played to its end: no answer in 25 seconds"):
+    with pytest.raises(EnvError, match="made on a did not run to its end: no answer in 25 seconds"):
         judge.share(task, left)
     assert judge.share(task, left) == 1  # the next episode on it
     assert judge.share(task, {**left, "notes.jsonl": "other"}) == 0.5
@@ -464,7 +464,7 @@ def solution(apis, requester):
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
     assert calls_in(ast.parse(found[2])) == ["supervisor.complete_task", "phone.show_alarm"]
     long = "def solution(apis, requester):\n" + "    apis.a.b()\n" * 70
-    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MOST_REPLIES == 30
+    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MAX_REPLIES == 30
 
 
 def test_scenarios_are_tasks_without_their_last_number():
@@ -476,7 +476,7 @@ def test_scenarios_are_tasks_without_their_last_number():
 def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
     with pytest.raises(UsageError, match="memory-of-agents.*has 'memory' in its path.*move it"):
-        small_world()
+        small_appworld()
     monkeypatch.setattr(data, "VENV", tmp_path)
     with pytest.raises(UsageError, match=r"appworld==0.1.3.post1 is not in .*; bash run.sh appworld"):
         make("appworld")
@@ -487,7 +487,7 @@ def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def env():
-    """The small world's environment; a skip where the package is not, or nothing is shut in."""
+    """The small AppWorld; skips if the package is missing or the machine cannot isolate processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "SECONDS", 3)
         try:
@@ -555,7 +555,7 @@ PROBES = {
 def test_probes_reach_no_answer_no_file_no_network_and_no_process(env, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "a secret")
     task = of_family(env, "test", "contact-number")
-    start, root = env.find(task)["start"], small_world()
+    start, root = env.find(task)["start"], small_appworld()
     answer = json.loads((root / "data/tasks" / start / "ground_truth/answer.json").read_text())
     secrets = [str(answer), "root:x:", socket.gethostname(), "SECRET_OF_THE_RUN"]
     library, = data.VENV.glob("lib/python3*/site-packages")
@@ -612,29 +612,35 @@ def test_more_than_was_asked_for_is_not_what_was_asked_for(env, monkeypatch):
 
 def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
     env.reset(env.tasks("train")[0])
-    steps = [env.step("I think.") for _ in range(MOST_REPLIES)]
+    steps = [env.step("I think.") for _ in range(MAX_REPLIES)]
     assert [step.done for step in steps] == [False] * 29 + [True]
     assert {step.observation for step in steps} == {FORM} and steps[-1].reward == 0
     task, code = alarm(env)
-    env.reset(task)
-    step = env.step(block("__import__('ctypes').CDLL(None)._exit(0)"))
-    assert (step.reward, step.done) == (0, True) and "The episode is over" in step.observation
+    ends = ["__import__('ctypes').CDLL(None)._exit(0)"]
+    if os.uname().machine == "x86_64":  # a killed system call ends all threads, not one until the time limit
+        bad = "bad = lambda call=__import__('ctypes').CDLL(None).syscall: call(0x40000027)\n"
+        ends += [f"{bad}bad()", f"{bad}__import__('threading').Thread(target=bad).start()\nwhile True: pass"]
+    for end in ends:
+        env.reset(task)
+        step = env.step(block(end))
+        assert (step.reward, step.done) == (0, True), end
+        assert step.observation == "The episode is over: its process has ended.", end
     assert play(env, task, code).reward == 1
 
 
 def test_changes_that_are_none_fail_the_episode_alone(env, monkeypatch):
     task, _ = alarm(env)
-    changes = data.start_changes(small_world(), env.find(task)["start"])
+    changes = data.start_changes(small_appworld(), env.find(task)["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
         assert env.judge.share(env.find(task), {**changes, "phone.jsonl": bad}) == 0
     assert env.judge.share(env.find(task), {}) == 0
-    monkeypatch.setattr(env.judge, "_tests", lambda task, changes: dict(error="no tests"))
+    monkeypatch.setattr(env.judge, "_run_tests", lambda task, changes: dict(error="no tests"))
     with pytest.raises(EnvError, match="can't be judged: no tests"):
         env.judge.share(env.find(task), changes)
 
 
 def test_splits_repeat_nothing_and_the_official_layout_plays(env, tmp_path):
-    root = small_world()
+    root = small_appworld()
     assert {split: len(tasks) for split, tasks in env.splits.items()} == {
         "train": 72, "validation": 36, "test": 36, "unseen": 42}
     keys = [key for tasks in env.splits.values() for key in tasks]
@@ -649,7 +655,7 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(env, tmp_path):
     for step, missing in ((None, "train.txt"), (["none_1"], "tasks/none_1/specs.json"), (keys[3:6], "standard/phone.json")):
         for name, tasks in lists.items() if step else ():
             (given / f"{name}.txt").write_text("\n".join(step if name == "dev" else tasks))
-        with pytest.raises(UsageError, match=f"{missing} is not there; appworld download data"):
+        with pytest.raises(UsageError, match=f"{missing} is missing; .*appworld download data"):
             make("appworld", appworld_root=str(tmp_path))
     (tmp_path / "data/api_docs").symlink_to(root / "data/api_docs")
     official = make("appworld", appworld_root=str(tmp_path))
@@ -687,11 +693,11 @@ WISHES = ["Do the things that I need.", "Please help me with this!", "Log in to 
           "Use my apps to do what I want.", "Complete my task and answer me.", "Call the necessary functions, please"]
 
 
-def test_what_people_ask_for_says_all_and_tells_nothing(env):
+def test_what_people_ask_for_states_all_and_tells_nothing(env):
     generator, families = env.task_generator(), set()
     for task in env.tasks("train"):
         start = env.find(task)["start"]
-        text, code = data.specs(small_world(), start)["instruction"], env.solution(dict(start=start))
+        text, code = data.specs(small_appworld(), start)["instruction"], env.solution(dict(start=start))
         asked = dict(start=start, text=f"So: {text}", code=code)
         assert generator.refusal(asked) is None and not generator.tells(text, [*map(block, code)]), text
         for wish in WISHES:
@@ -700,5 +706,5 @@ def test_what_people_ask_for_says_all_and_tells_nothing(env):
         if family not in families:
             families.add(family)
             trace = env.judge.trace(asked, code)
-            assert generator._says_all(asked, trace), text
-            assert not generator._says_all({**asked, "text": "Do something with my alarms or notes."}, trace), text
+            assert generator._states_all(asked, trace), text
+            assert not generator._states_all({**asked, "text": "Do something with my alarms or notes."}, trace), text

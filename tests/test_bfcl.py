@@ -23,9 +23,9 @@ from environments import make  # noqa: E402
 from environments.bfcl import data  # noqa: E402
 from environments.bfcl.calls import (  # noqa: E402
     DONE,
+    MAX_CALLS,
+    MAX_REPLIES,
     MISSING,
-    MOST_CALLS,
-    MOST_REPLIES,
     Simulators,
     as_reply,
     failed,
@@ -102,7 +102,7 @@ def all_tasks():
 
 def one_by_one(task):
     """The replies of the ground truth, a call each where these are not too many."""
-    return [[[call] for call in turn] if len(turn) <= MOST_REPLIES else [turn]
+    return [[[call] for call in turn] if len(turn) <= MAX_REPLIES else [turn]
             for turn in task["calls"]]
 
 
@@ -223,11 +223,11 @@ def test_a_reply_with_calls_is_answered_with_results_and_one_without_with_the_ne
 def test_twenty_replies_with_calls_are_a_turns_and_the_next_ends_the_episode(counts, share):
     env, calls = env_of("base-0", counts), env_of("base-0").find(FILES)["calls"]
     env.reset(FILES)
-    assert env.max_turns == 4 * (MOST_REPLIES + 1)
-    for _ in range(MOST_REPLIES - 1):
+    assert env.max_turns == 4 * (MAX_REPLIES + 1)
+    for _ in range(MAX_REPLIES - 1):
         assert not env.step(block("ls")).done
     assert not env.step(as_reply(calls[0])).done and not env.step("done").done
-    for _ in range(MOST_REPLIES):
+    for _ in range(MAX_REPLIES):
         assert not env.step(block("no_such")).done
     step = env.step(as_reply(calls[1]))
     assert step.done and step.reward == share and "More than 20 replies" in step.observation
@@ -288,7 +288,7 @@ def test_the_form_of_a_call():
     found = parse_calls(f"{as_reply([LS])}<tool_call>cd a</tool_call>{as_reply([CD])}")
     assert found[0] == LS and found[1].startswith("not a call") and found[2] == CD
     found = parse_calls(json.dumps([LS] * 70))
-    assert found[:-1] == [LS] * MOST_CALLS and "at most 50 calls" in found[-1]
+    assert found[:-1] == [LS] * MAX_CALLS and "at most 50 calls" in found[-1]
 
 
 DEEP = "[" * 100_000
@@ -376,7 +376,7 @@ def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
     assert "beyond 5000 paths" in env.step(block("find") + block("du")).observation
     assert env.simulators.states() and not env.step("next").done
     env.reset(FILES)
-    for n in range(MOST_REPLIES):
+    for n in range(MAX_REPLIES):
         reply = "".join(block("cp", source="document", destination=f"d{n}{m}")
                         + block("mv", source=f"d{n}{m}", destination="document") for m in range(5))
         step = env.step(reply + block("find"))
@@ -591,7 +591,7 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(files):
     outside = call_of("get_outside_temperature_from_google")
     assert verdict([[outside]], start=cars) is None  # what is drawn is drawn again
     # What nobody says and nothing shows: other words, parts of words, and numbers that are others.
-    unsaid = "its text does not say every value that its calls need"
+    unsaid = "its text does not state every value that its calls need"
     tank = call_of("fillFuelTank", fuelAmount=7.0)
     for calls, text, start in (([folder], "A folder.", None), ([folder], "A folder alphabet", None), ([tank], "Some fuel: 7.5", cars)):
         assert verdict([calls], text=text, start=start or new["start"]) == unsaid

@@ -145,7 +145,7 @@ def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, ru
         ["Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
          "letter test-0"])]
     monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
-    with pytest.raises(UsageError, match="experts on tasks that are not evaluated: 1; give fewer"):
+    with pytest.raises(UsageError, match="expert trajectories that succeed on tasks that are not evaluated: 1; lower --examples"):
         run("--examples", 2, "--out", tmp_path / "again")
 
 
@@ -627,7 +627,7 @@ def test_an_agent_that_vllm_serves_plays_as_its_run_evaluated_it(serve, small_ru
     """By the interface of `vllm serve AGENT`, and all fields of its answers."""
     agent = small_run / "iter1/target-agent"
     tokenizer, model = AutoTokenizer.from_pretrained(agent), models.read_model(agent).eval()
-    end = tokenizer.convert_tokens_to_ids(chat.Encoder(tokenizer).template.end)
+    end = tokenizer.convert_tokens_to_ids(chat.Encoder(tokenizer).template.end_token)
 
     def reply(path, body):
         assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", str(agent), 0)
@@ -682,7 +682,7 @@ def test_what_does_not_go_together_is_refused():
             ("--method evaluate --model tiny --sft-lr 1", "--sft-lr is not read by --method evaluate"),
             ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
             ("--method sft --refused zero", "--refused is not read by --method sft"),
-            ("--method rft --temperature 0", "--temperature 0: all rollouts of a task"),
+            ("--method dart --temperature 0", "--temperature 0: all rollouts of a task"),
             ("--method ppo --rollouts 1", "--rollouts 1: PPO compares"),
             ("--method grpo --step-rollouts 1", "--step-rollouts 1: must be at least 2"),
             ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),

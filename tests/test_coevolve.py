@@ -280,13 +280,13 @@ def test_a_file_of_pairs_names_what_it_compares(encoder, tmp_path):
     pairs = coevolve.d_tgt(e, [t], [], Settings(), Counter())
     write_pairs(SimpleNamespace(main=True), tmp_path / "pairs", pairs)
     assert read_pairs(tmp_path / "pairs", files) == pairs
-    with pytest.raises(UsageError, match="pairs, line 1: .*'target', iteration 1, rollout 0, which is no"):
+    with pytest.raises(UsageError, match="pairs, line 1: .*'target', iteration 1, rollout 0, but the run has no"):
         read_pairs(tmp_path / "pairs", files[:1])
     write_jsonl(files[0], [e, replace(t, reward=0.25)])
-    with pytest.raises(UsageError, match="two trajectories are called .*'target', 1, 0"):
+    with pytest.raises(UsageError, match="two trajectories have the name .*'target', 1, 0"):
         read_pairs(tmp_path / "pairs", files)
     write_jsonl(files[0], [vars(e), dict(vars(e), note="odd")])
-    with pytest.raises(UsageError, match="e, line 2: a trajectory has no 'note'; take it out"):
+    with pytest.raises(UsageError, match="e, line 2: a trajectory has no field 'note'; remove it"):
         read_pairs(tmp_path / "pairs", files)
 
 

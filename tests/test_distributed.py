@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 import coevolve
 import dpo
 from common.files import read_jsonl
-from engine import command, models, run
+from engine import command, models, rollouts, run
 from engine.chat import Encoder
 from engine.forward_passes import distributed_log_probs, fits_in_round
 from envs import EnvError

@@ -1,4 +1,4 @@
-"""What the method runs on: models, draws, replies, passes that share, and the trial of all these."""
+"""The engine: models, sampling, replies, prefix sharing, and the numerical self-check."""
 
 import json
 import math
@@ -151,11 +151,11 @@ def test_a_saved_agent_is_read_alike_by_transformers_4(family, tmp_path):
         torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-4, rtol=1e-4)
 
 
-# ----------------------------------------------------------------------------------------- draws
+# ------------------------------------------------------------------------------------- sampling
 
 
 @pytest.mark.parametrize("words", [3, 256, 1500])
-def test_a_draw_is_the_inverse_of_the_distribution_function(words):
+def test_sampling_inverts_the_cumulative_distribution_function(words):
     """As in float64 over all words at once; at its ends too no word without probability."""
     torch.manual_seed(words)
     logits = 3 * torch.randn(400, words)
@@ -177,7 +177,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(words):
     torch.testing.assert_close(values, p[range(400), found].log(), atol=1e-4, rtol=0)
 
 
-def test_logits_that_are_no_numbers_are_no_reply():
+def test_logits_that_are_not_finite_raise_an_error():
     draw = TokenSampler(Sampler(), SimpleNamespace(end_of_turn=3), ())
     with pytest.raises(FloatingPointError):
         draw([Reply(random.Random(0))], torch.tensor([[0.0, math.nan, 1.0]]))
@@ -188,7 +188,7 @@ def test_logits_that_are_no_numbers_are_no_reply():
 
 @pytest.mark.parametrize("temperature, stops", [(0.0, ()), (0.7, ()), (2.0, ("e",))])
 def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, stops):
-    """Of uneven prompts, side by side; a row that is over draws no more of its random numbers."""
+    """Prompts of different lengths form a batch. A finished reply draws no more random numbers."""
     model, encoder = agent
     prompts = [t.ids for t in random_trajectories(23, 4, 61, 9, 30, 12)]
     expected = []
@@ -200,9 +200,9 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, sto
         assert len({len(new) for new, *_ in expected}) > 1
 
     draw = TokenSampler(encoder.sampler(temperature), encoder, stops)
-    for way in self_check.REPLY_BACKENDS:
+    for backend in self_check.REPLY_BACKENDS:
         asked = [(Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(prompts)]
-        found = self_check.make_generator(way, model, draw, 6, 200, 40, 60)(asked)
+        found = self_check.make_generator(backend, model, draw, 6, 200, 40, 60)(asked)
         for (new, logs), (_, rng), (ids, log_probs, number) in zip(
                 found, asked, expected, strict=True):
             assert (new, rng.random()) == (ids, number)  # both have drawn as many
@@ -258,10 +258,10 @@ def conversations(answer, order=lambda asked: asked) -> dict[int, Trajectory]:
 
 @pytest.mark.parametrize("family, temperature, tokens, chunk", [
     ("llama", 0.0, 4096, 1024), ("llama", 0.7, 1, 1), ("gemma3_text", 0.7, 60, 7)])
-def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
+def test_a_cache_that_is_kept_across_turns_gives_the_replies_of_a_new_cache(
         family, temperature, tokens, chunk, words, monkeypatch):
-    """Whichever rows come and go, in whatever order, read by chunks and passes of any size; with
-    windows shorter than the texts."""
+    """Episodes start and end at any time, in any order, with chunks and passes of any size, and with
+    windows shorter than the sequences."""
     model = family_model(family, words)
     draw = TokenSampler(words.sampler(temperature), words, ())
     expected = conversations(
@@ -282,15 +282,15 @@ def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
             assert total - 13 * len(found) <= sum(read) <= total + 2 * 4 * len(found)
 
 
-def test_a_kept_reply_ends_where_the_context_is_full(words):
+def test_a_cached_reply_ends_if_the_context_is_full(words):
     model = family_model("llama", words)
-    draw = TokenSampler(Sampler(0.7, self_check.suppressed_ids_of(words)), words, ())
+    draw = TokenSampler(Sampler(0.7, self_check.suppressed_ids(words)), words, ())
     t = Trajectory(ids=[*range(10, 35)])
     [(reply, _)] = CachedGenerator(model, draw, 1, 30, 20, 100)([(t, random.Random(0))])
     assert len(t.ids) + len(reply) == 30
 
 
-# ----------------------------------------------------------------------------- passes that share
+# ------------------------------------------------------------------------------ prefix sharing
 
 
 def branches():
@@ -309,7 +309,7 @@ def branches():
 
 
 @pytest.mark.parametrize("tokens, part", [(10_000, 512), (10_000, 50), (150, 512), (1, 1)])
-def test_passes_that_share_are_plain_passes_and_so_are_their_gradients(tokens, part, monkeypatch):
+def test_prefix_sharing_changes_neither_log_probs_nor_gradients(tokens, part, monkeypatch):
     model = make_model(VOCABULARY).eval()
     some = branches()
     logits_processor = Sampler(0.7, (3, 11)).process_logits
@@ -335,18 +335,18 @@ def gradient_of(model, log_probs):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# ----------------------------------------------------------------------------------------- trial
+# --------------------------------------------------------------------------------- self-check
 
 
-LONGEST = 64  # tokens of a text: four of the models' windows
+LONGEST = 64  # tokens of a test sequence: four times the models' window
 BOTH = ["prefix_sharing", "padded"]
 
 
 @pytest.mark.parametrize("family, answer, passes", [
     ("gpt2", "kv_cache", BOTH), ("gpt_oss", "kv_cache", ["padded"]), ("mamba", "batched", ["padded"]),
     ("minimax", "single", ["padded"])])
-def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, words):
-    """Also of a model in bf16, which is tried in fp32; it leaves the model's attention as it was."""
+def test_the_self_check_selects_the_fastest_correct_backend(family, answer, passes, words):
+    """A model in bf16 is checked in fp32. The check leaves the model's attention as it was."""
     model = family_model(family, words).to(torch.bfloat16)
     attention = model.config._attn_implementation
     assert self_check.select_backends(model, words, LONGEST) == dict(replies=answer, passes=passes)
@@ -355,7 +355,7 @@ def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, wor
 
 
 def test_a_model_whose_cached_decoding_is_wrong_is_refused_by_name(words):
-    with pytest.raises(UsageError, match="MoshiForCausalLM cannot be used: its replies have other log-prob"):
+    with pytest.raises(UsageError, match="MoshiForCausalLM cannot be used: the log-probabilities of its replies differ"):
         self_check.select_backends(family_model("moshi", words), words, LONGEST)
 
 
@@ -369,17 +369,17 @@ def earlier_masks(real):
 
 def later_positions(real):
     def wrong(trajectories):
-        ids, depths, paths = real(trajectories)
-        return ids, [depth + (depth > 20) for depth in depths], paths
+        ids, position_ids, paths = real(trajectories)
+        return ids, [position + (position > 20) for position in position_ids], paths
 
     return wrong
 
 
 @pytest.mark.parametrize("family, holder, name, wrong, answer, passes", [
     ("gemma3_text", kv_cache, "window_sizes", later_windows, "batched", ["padded"]),
-    ("llama", CachedGenerator, "masks", earlier_masks, "batched", BOTH),
+    ("llama", CachedGenerator, "attention_masks", earlier_masks, "batched", BOTH),
     ("gpt2", prefix_sharing, "pack_prefix_tree", later_positions, "kv_cache", ["padded"])])
-def test_a_trial_finds_what_is_one_off(
+def test_the_self_check_finds_errors_of_one(
         family, holder, name, wrong, answer, passes, words, monkeypatch):
     monkeypatch.setattr(holder, name, wrong(getattr(holder, name)))
     found = self_check.select_backends(family_model(family, words), words, LONGEST)
@@ -393,8 +393,8 @@ def test_a_trial_finds_what_is_one_off(
     (OSError("No space left on device"), OSError, "No space left"),
     (RuntimeError("no such kernel\nand where"), UsageError, "cannot be used: no such kernel; use another"),
     (KeyError("past_key_values"), UsageError, "cannot be used: KeyError 'past_key_values'; use another")])
-def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, words, monkeypatch):
-    """What the machine lacks is passed on from the first way that meets it."""
+def test_the_self_check_separates_faults_of_the_model_from_those_of_the_machine(raised, seen, says, words, monkeypatch):
+    """An error of the machine is raised by the first backend that meets it."""
     calls = []
 
     def failing(*_, **__):
@@ -408,8 +408,8 @@ def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, wor
     assert len(calls) == 1 or seen is UsageError
 
 
-def test_a_trial_has_a_text_between_its_shortest_and_its_longest(words):
-    """Of 72, 72 and 24 tokens; then one of a third of 96, which grows by 24 to at most 56."""
+def test_the_self_check_has_a_sequence_between_the_shortest_and_the_longest(words):
+    """72, 72 and 24 tokens, and a third of 96, which grows by 24 tokens to 56."""
     assert [*map(len, self_check.random_sequences(words, 96))] == [72, 72, 24, 32]
     assert [*map(len, self_check.random_sequences(words, 64))] == [40, 40, 21]
 

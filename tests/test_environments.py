@@ -166,29 +166,29 @@ def heard(n, **changed):
 
 
 WRONG = {
-    "it has 'NAME', which nothing here reads; take it out": [
+    "it has 'NAME', which is not supported; remove it": [
         (maker(**{name: None}), name) for maker in (row, listed) for name in ("system", "tools", "weight")],
-    "turn [14]: it has 'NAME', which nothing here reads": [
+    "turn [14]: it has 'NAME', which is not supported": [
         (maker(3, **{name: 0}), name) for maker in (turn, heard) for name in ("tool_calls", "weight")],
     "turn 4: its 'loss' is NAME, but all replies are trained on": [
         (heard(3, loss=False), "false"), (heard(3, loss=0), "0"), (heard(3, loss=0.5), "0.5")],
     "turn 3: its 'loss' is true": [(heard(2, loss=True), "")],
-    "turn [1-4]: its '(role|from)' is 'NAME', and only user, assistant, human, gpt are read": [
+    "turn [1-4]: its '(role|from)' is 'NAME', which is not supported; choose from: user, assistant, human, gpt": [
         (turn(2, role="tool"), "tool"), (heard(0, **{"from": "system"}), "system")],
-    "turn [1-4]: (null|.\"a\".) is no text": [
+    "turn [1-4]: (null|.\"a\".) is not a string": [
         (turn(1, content=None), ""), (turn(1, content=["a"]), ""), (heard(3, value=None), "")],
     "turn 1: it has no 'content'": [(row(messages=[{"role": "user"}]), "")],
     "it has no 'NAME'": [
         ({"item_id": "echo_0", "conversations": []}, "id"), ({"task": "echo-train-0", "messages": []}, "reward"), ({}, "task"), ([1], "task")],
-    "there is no reply in it": [
+    "the conversation has no reply": [
         *((row(messages=row()["messages"][:n], **more), "") for n in (0, 1) for more in (
             {}, dict(ended="context_limit", turns=2), dict(ended="done", turns=0))),
         *((listed(conversations=listed()["conversations"][:n]), "") for n in range(4))],
-    "its turns are not user and assistant in turn": [(turn(2, role="assistant"), "")],
+    "the messages do not alternate between user and assistant": [(turn(2, role="assistant"), "")],
     "reward NAME is not in .0, 1.": [
         (maker(reward=reward), repr(reward)) for maker in (row, listed) for reward in (2, -0.1, None, True, "1", math.nan)],
     "id 'NAME' has no number of a task": [(listed(id="echo"), "echo")],
-    "id 'NAME' is below 0": [(listed(id="echo_-1"), "echo_-1")],
+    "id 'NAME' has a negative number": [(listed(id="echo_-1"), "echo_-1")],
     "unknown task": [(row(task="echo-train-7"), ""), (row(task="sql-train-0"), ""), (listed(id="echo_7"), "")],
     ".*; it must be ETO's JSON list": [(row(messages="x"), ""), (row(task=7), ""), (listed(conversations=3), "")],
 }
@@ -230,6 +230,18 @@ def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp
     found = [*expert_files.experts(env, str(file), 0, dropped)]
     assert found == [("echo-train-0", row()["messages"], 1.0)]
     assert dropped == {"too long": 2} and [*expert_files.experts(env, str(file), 0)] == found
+
+
+def test_published_entries_without_a_reward_are_counted_in_one_line(tmp_path):
+    """Two of these three: the other one has a reward, which is 1 as well."""
+    file, lines = tmp_path / "list.json", []
+    for entries in ([listed(), listed(reward=1), listed()], [listed(reward=0.5)]):
+        file.write_text(json.dumps(entries))
+        rewards = [reward for *_, reward in expert_files.experts(Echo(), str(file), 0, report=lines.append)]
+        assert rewards == [entry.get("reward", 1.0) for entry in entries]
+    file.write_text(json.dumps(row()))  # a run's trajectory always has one
+    assert len([*expert_files.experts(Echo(), str(file), 0, report=lines.append)]) == 1
+    assert lines == [f"{file}: 2 of 3 expert trajectories have no reward; they count as 1"]
 
 
 def test_a_published_turn_may_say_that_it_is_trained_on(tmp_path):

@@ -261,7 +261,7 @@ def test_questions_that_are_planted_or_have_no_answer_are_refused(databases):
                                                 *[f"{text}?" for text in evaluated])),
             ("a held-out noun", "query", ["how many clocks"]),
             ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
-            ("cannot be asked", "gold", (
+            ("cannot be run", "gold", (
                 "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0", "SELECT",
                 "select 1 from farms where 1 = 1", "SELECT 1 FROM farms\nWhere 1 = 1",
                 # of a hostile explorer
@@ -342,8 +342,8 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     idle = ["click[buy now]", *solution]
     other = {**found["task"], "goal_options": ["mauve"]}
     for says, wrong in (("earns 0.00", dict(solution=solution[:-1])), ("earns", dict(task=other)),
-                        ("not carried out", dict(solution=solution + ["click[buy now]"])),
-                        ("not carried out", dict(solution=idle)),
+                        ("not executed", dict(solution=solution + ["click[buy now]"])),
+                        ("not executed", dict(solution=idle)),
                         ("longer", dict(solution=["nonsense"] * 11 + solution))):
         assert says in generator.verify({**found, **wrong})
     # What did nothing is no part of a solution.

@@ -27,12 +27,12 @@ from engine.chat import Encoder
 from engine.records import read
 from engine.run import Run
 from engine.sampling import Sampler, TokenSampler
-from engine.self_check import make_generator, trial
+from engine.self_check import make_generator, select_backends
 from environments import environment
 
 LISTS = (Path(__file__).parent / "data" / "families.md").read_text(encoding="utf-8")
 ALL = os.environ.get("FAMILIES") == "all"
-LONGEST = 100  # tokens of a text: six of the models' windows
+LONGEST = 100  # tokens of a test sequence: six times the models' window
 RUNS = ("deepseek_v3 falcon_h1 gpt_oss gemma3_text gemma4_text granitemoehybrid lfm2 llama mamba "
         "qwen3 qwen3_5_text qwen3_next").split()[:12 if ALL else 3]
 
@@ -54,18 +54,18 @@ def encoder(tokenizer):
 
 
 def tried(family: str, folder, encoder) -> tuple[dict, torch.nn.Module | None]:
-    """The trial's verdict of a family, and the model, as it is read again after it was saved."""
+    """Returns the result of the self-check of a family, and the model as loaded after saving."""
     tiny_model(family, vocabulary=len(encoder.tokenizer)).save_pretrained(folder)
     try:
-        ways = trial(models.read_model(folder).eval(), encoder, LONGEST)
-        return ways, models.read_model(folder).eval()
+        backends = select_backends(models.read_model(folder).eval(), encoder, LONGEST)
+        return backends, models.read_model(folder).eval()
     except UsageError:
         return dict(replies="refused", passes=[]), None
 
 
 def listed() -> dict[str, str]:
-    """family -> how it is asked, or "refused", where data/families.md lists it; else it is of
-    the first kind."""
+    """Returns family -> backend, or "refused", as data/families.md lists it. A family that it does
+    not list uses the first backend."""
     return {family: heading for heading, families in
             re.findall(r"^- \*\*(.+?)[*:].*?: (.+)$", LISTS, re.MULTILINE)
             for family in re.findall("`(.+?)`", families)}
@@ -75,37 +75,37 @@ def listed() -> dict[str, str]:
     "family", every() if ALL else "llama gemma3_text lfm2 bart moshi roberta".split())
 def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
         family, encoder, tmp_path):
-    ways, model = tried(family, tmp_path, encoder)
+    backends, model = tried(family, tmp_path, encoder)
     if f"transformers {transformers.__version__}" in LISTS:
-        assert listed().get(family, "kv_cache") == ways["replies"], "this file prints the lists"
+        assert listed().get(family, "kv_cache") == backends["replies"], "this file prints the lists"
     if model:
-        assert ways["passes"]
-        assert_replies_are_right(model, encoder, ways["replies"])
-        for passes in ways["passes"]:
+        assert backends["passes"]
+        assert_replies_are_right(model, encoder, backends["replies"])
+        for passes in backends["passes"]:
             assert_passes_are_right(model, encoder, passes)
 
 
 @torch.no_grad()
-def assert_replies_are_right(model, encoder, way):
+def assert_replies_are_right(model, encoder, backend):
     """In two turns of three conversations, of which then one ends and another begins, each token
     has the log-probability of a plain pass over the whole text. Who talks beside changes nothing.
     """
     never = (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
-    together = conversations(model, encoder, way, never, range(4))
+    together = conversations(model, encoder, backend, never, range(4))
     for t in together:
         plain = plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
         assert (plain - torch.tensor(t.log_probs)).abs().max() < 1e-4
-    assert conversations(model, encoder, way, never, [1])[0].ids == together[1].ids
+    assert conversations(model, encoder, backend, never, [1])[0].ids == together[1].ids
 
 
-def conversations(model, encoder, way, never, which):
+def conversations(model, encoder, backend, never, which):
     """Some of four conversations: the last of them begins when the first has ended."""
     texts, rng = texts_of(encoder), random.Random(5)
     begun = [(Trajectory(ids=list(ids), action_mask=[0] * len(ids)), random.Random(n))
              for n, ids in enumerate([*texts, texts[1] + [7, 8]])]
     told = rng.choices(texts[0], k=6)
     attention = model.config._attn_implementation
-    answer = make_generator(way, model, TokenSampler(Sampler(0.7, never), encoder, ()), 3, LONGEST, 5, LONGEST)
+    answer = make_generator(backend, model, TokenSampler(Sampler(0.7, never), encoder, ()), 3, LONGEST, 5, LONGEST)
     for playing in [0, 1, 2], [0, 1, 2], [1, 2, 3]:
         asked = [begun[n] for n in playing if n in which]
         for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
@@ -157,22 +157,22 @@ def test_the_document_counts_what_it_lists():
         assert len(re.findall("`(.+?)`", families)) == int(count), heading
     if f"transformers {transformers.__version__}" in LISTS:
         assert f"all {len(every())} families" in LISTS
-        assert f"{len(every()) - len(listed())} families are kept" in LISTS
+        assert f"{len(every()) - len(listed())} families use the backend `kv_cache`" in LISTS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family, more, ways", [
+@pytest.mark.parametrize("family, more, backends", [
     ("llama", {}, ("kv_cache", ["prefix_sharing", "padded"])),
     # Longrope takes other angles for all tokens once one of them stands behind position 64.
     ("phi3", dict(original_max_position_embeddings=64, rope_parameters=dict(
         rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-        original_max_position_embeddings=64)), ("alone", [])),
-    ("nemotron_h", dict(use_bias=True), ("alone", ["padded"]))])  # which padding goes through
-def test_a_trial_finds_what_a_config_puts_wrong(family, more, ways, dtype, encoder):
-    """In bf16 rounding hides some of it, and nemotron_h's wrong way was once taken for right."""
+        original_max_position_embeddings=64)), ("single", [])),
+    ("nemotron_h", dict(use_bias=True), ("single", ["padded"]))])  # which padding goes through
+def test_the_self_check_finds_faults_that_depend_on_the_config(family, more, backends, dtype, encoder):
+    """In bf16, rounding hides some of them, and a wrong backend of nemotron_h once passed."""
     model = tiny_model(family, vocabulary=len(encoder.tokenizer), **more).to(dtype)
     model.generation_config = transformers.GenerationConfig()
-    assert tuple(trial(model, encoder, LONGEST).values()) == ways
+    assert tuple(select_backends(model, encoder, LONGEST).values()) == backends
 
 
 def distributions(model, ids: list[int]) -> torch.Tensor:

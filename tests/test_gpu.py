@@ -66,14 +66,14 @@ def qwen3(tmp_path_factory):
     return folder
 
 
-def played(model, encoder, sampler, way, new):
+def played(model, encoder, sampler, backend, new):
     """Three conversations of two replies, which begin at different lengths."""
     asked = []
     for n, length in enumerate((30, 17, 23)):
         ids = random.Random(n).choices(WORDS, k=length)
         asked.append((Trajectory(ids=ids, action_mask=[0] * length), random.Random(n)))
     draw = TokenSampler(sampler, encoder, ("ing",))
-    answer = self_check.make_generator(way, model, draw, 3, 100, new, 64)
+    answer = self_check.make_generator(backend, model, draw, 3, 100, new, 64)
     for _ in range(2):
         for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
             t.extend(ids, is_action=True)
@@ -83,16 +83,16 @@ def played(model, encoder, sampler, way, new):
 
 
 def parts(device: str, folder: str, out: str) -> dict:
-    """What load, replies, passes, training, save and trial make of the model in a folder."""
+    """Returns the results of load, replies, passes, training, save and self-check of a model."""
     device = torch.device(device)
     whole, half = (SimpleNamespace(num_processes=1, process_index=0, device=device,
                                    is_main_process=True, mixed_precision=kind)
                    for kind in ("no", "bf16"))
     encoder = Encoder(transformers.AutoTokenizer.from_pretrained(folder))
     found = dict(ids=[], sampled=[])
-    for way in "kv_cache", "batched":
+    for backend in "kv_cache", "batched":
         model = models.read_model(folder, device=device).eval()
-        texts = played(model, encoder, encoder.sampler(0.7), way, 5)
+        texts = played(model, encoder, encoder.sampler(0.7), backend, 5)
         found["ids"].append([t.ids for t in texts])
         found["sampled"].append(sum([t.log_probs for t in texts], []))
 
@@ -133,7 +133,7 @@ for folder, out in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 def test_a_card_gives_what_the_cpu_gives(guard, qwen3, tmp_path):
-    """Replies in both ways, passes in fp32 and bf16, two steps, save, trial."""
+    """Replies with both backends, passes in fp32 and bf16, two steps, save, self-check."""
     said = on_card(guard, PARTS, TINY, tmp_path / "tiny", qwen3, tmp_path / "qwen3")
     on = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("found ")]
     for n, (model, found) in enumerate(zip((TINY, qwen3), on, strict=True)):
@@ -179,6 +179,7 @@ for folder in sys.argv[1:]:
 
 
 def test_no_operation_mixes_devices_and_the_host_waits_once_a_token(guard, qwen3):
+    """A decode step has a single host-device synchronisation, in which the host gets the token."""
     said = on_card(guard, MIXED, TINY, qwen3).splitlines()
     assert said[:4] == ["6.0 [3.0, 3.0, 3.0]", "True", "True", "True"]
     assert list(map(float, said[4:])) == [1, 1]  # for the token itself
@@ -386,8 +387,8 @@ def test_without_a_compiler_layers_are_not_compiled(monkeypatch, capfd):
     one = SimpleNamespace(device=torch.device("cuda"), mixed_precision="bf16", is_main_process=True)
     model = tiny_model("llama")
     assert [models.compiles(one, model) for _ in range(2)] == [False, False]
-    assert capfd.readouterr().err.count("Layers are not compiled") == 1
-    monkeypatch.setattr(models, "has_compiler", lambda *_: True)
+    assert capfd.readouterr().out.count("layers are not compiled") == 1
+    monkeypatch.setattr(models, "has_compiler", lambda _: True)
     assert models.compiles(one, model)
     monkeypatch.setattr(models, "COMPILED", 1_000_000_000)
     assert not models.compiles(one, model)

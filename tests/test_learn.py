@@ -194,11 +194,11 @@ def turn(content, **more):
     (row("a", 1.0), "its messages have the roles []"),
     (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its messages have the roles ['assistant'"),
     (row("a", 1.0, "x") | dict(messages=5), "not iterable"),
-    (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "turn by turn"),
+    (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "message by message"),
     (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(content="x")]), "turn 5: it has no 'role'"),
-    (row("a", 1.0, None), "is no text"),
+    (row("a", 1.0, None), "is not a string"),
     # What is not read would train another agent than the file's.
-    (row("a", 1.0, "x", system="Be brief."), "it has 'system', which nothing here reads"),
+    (row("a", 1.0, "x", system="Be brief."), "it has 'system', which is not supported; remove it"),
     (row("a", 1.0, "x", tools=[], weights=[1]), "it has 'tools', which"),
     (row("a", 1.0, "x") | dict(messages=turn("x", weight=0)), "turn 6: it has 'weight'"),
     (row("a", 1.0, "x") | dict(messages=turn("x", tool_calls=[])), "turn 6: it has 'tool_calls'")])
@@ -257,7 +257,7 @@ def test_more_than_two_agents_are_refused(agents, file):
     (ROWS, ["--rollouts", "2"], "--rollouts is not read"),
     (ROWS, ["--out", "."], "--out .: it is not empty"),
     (ROWS, ["--out", "mine.jsonl/agent"], "Not a directory"),
-    (None, [], "mine.jsonl: is not there"),
+    (None, [], "mine.jsonl: does not exist"),
     ([], [], "mine.jsonl: no trajectory is left"),
     ([ROWS[0], dict(task="a")], [], "mine.jsonl, line 2: it has no 'messages'")])
 def test_what_is_wrong_costs_no_load_of_a_model(rows, flags, says, file, tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ def play_scripted(encoder, env, tasks, replies):
     and the ids that it read before each of them."""
     def answer(asked):
         read.extend(list(t.ids) for t, _ in asked)
-        return [([*encoder.ids_after(encoder.template.asked, replies[t.turns]), encoder.end_of_turn], [])
+        return [([*encoder.ids_after(encoder.template.opening, replies[t.turns]), encoder.end_of_turn], [])
                 for t, _ in asked]
 
     rows, read = [Trajectory(task, "target") for task in tasks], []

@@ -110,7 +110,7 @@ def test_the_numbers_of_a_run_by_hand(run):
     assert table(run, "Evaluation")[2] == {
         "phase": "eval-1-target-test.jsonl", "name": "target", "split": "test", "episodes": "4",
         "turns": "4.250", "reward": "0.600", "success": "50.0%", "hard negatives": "50.0%",
-        "at the turn limit": "0.0%", "h:mm:ss": "0:00:10", "low": f"{low:.3f}", "high": f"{high:.3f}",
+        "turn limit": "0.0%", "h:mm:ss": "0:00:10", "low": f"{low:.3f}", "high": f"{high:.3f}",
         "tasks": "4", "out of context": "0"}
     assert [row["hard negatives"] for row in table(run, "explore")] == ["30.0%", "16.7%"]
     failure, target = table(run, "make pairs")

@@ -263,7 +263,7 @@ def test_trackers_get_the_names_that_people_know_as_every_tracker_accepts_them(
     names = ["a>b", "a b", "агент", "мышка", "..", ".", "", "a/../b", "a//b", "a~%", "x" * 400]
     given = [f"iter1/{quote(name, safe=' ')}" for name in names]
     given += [f"iter1/target-agent/rewards/margins/expert>{name}" for name in names]
-    found = [*map(tracking.accepted, given)]
+    found = [*map(tracking.valid_name, given)]
     assert len({*found}) == len(given)
     for name in [*found, *(name for row in seen for name in row)]:
         assert re.fullmatch(r"[/\w.\- :]{1,250}", name, re.ASCII), name
@@ -307,7 +307,7 @@ def test_a_mistake_of_a_phase_is_one_line_that_names_it(phase, inputs, values, s
 
 def test_an_output_is_made_once_in_a_process(bare):
     bare.once("a.jsonl", text)
-    with pytest.raises(UsageError, match="output a.jsonl: this run has made it already, by text"):
+    with pytest.raises(UsageError, match="output a.jsonl: this run has already made it with the phase text"):
         bare.once("a.jsonl", text)
 
 
@@ -319,9 +319,9 @@ def test_two_trajectories_of_one_name_are_refused_when_the_second_is_written(bar
 
     bare.once("a.jsonl", play(1, 2))
     bare.once("b.jsonl", play(1, 2))
-    bare.names.clear()
+    bare.ids_by_name.clear()
     with pytest.raises(UsageError, match="c.jsonl: a trajectory has task 'a', agent 'target', "
-                       "iteration 1, rollout 0, as another one in b.jsonl"):
+                       "iteration 1, rollout 0, and so has another one in b.jsonl"):
         bare.once("c.jsonl", play(1, 3))
 
 
@@ -390,25 +390,25 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
 
 @pytest.mark.parametrize("name, changed, says", [
     (PLAYED, dict(ids="deleted"), "'ids' is missing"),
-    (PLAYED, dict(mine=1), "a trajectory has no 'mine'"),
-    (PLAYED, dict(ids=[1, 2.5]), "ids has to be of type list[int]"),
+    (PLAYED, dict(mine=1), "a trajectory has no field 'mine'"),
+    (PLAYED, dict(ids=[1, 2.5]), "ids must be of type list[int]"),
     (PLAYED, dict(ids=[1] * 9), "it has 9 ids, and an action_mask of"),
     (PLAYED, dict(ids=[1, 2, 3], action_mask=[0, 2, 1], log_probs=[]), "other numbers than 0 and 1"),
     (PLAYED, dict(log_probs=[-1.0]), "it has 1 log_probs, and"),
     (PLAYED, dict(ids=[1, -2], action_mask=[0, 1], log_probs=[]), "the id -2 is below 0"),
     (PLAYED, dict(ids=[1, 99999], action_mask=[0, 1], log_probs=[]),
      "the id 99999 is not below the vocabulary size"),
-    (PLAYED, dict(reward="1"), "reward has to be of type float, and is '1'"),
-    (PLAYED, dict(reward=math.nan), "reward has to be of type float, and is nan"),
-    (PLAYED, dict(steps=True), "steps has to be of type int"),
-    (PLAYED, dict(messages=["hello"]), "messages has to be of type list[dict]"),
+    (PLAYED, dict(reward="1"), "reward must be of type float, but is '1'"),
+    (PLAYED, dict(reward=math.nan), "reward must be of type float, but is nan"),
+    (PLAYED, dict(turns=True), "turns must be of type int"),
+    (PLAYED, dict(messages=["hello"]), "messages must be of type list[dict]"),
     (PLAYED, dict(messages=[dict(content="")]), "'role' is missing"),
-    (PLAYED, dict(messages=[dict(role="user", content=None)]), "content has to be of type str"),
+    (PLAYED, dict(messages=[dict(role="user", content=None)]), "content must be of type str"),
     (PAIRS, dict(weight=-1.0), "weight is -1.0, below 0"),
-    (PAIRS, dict(weight=None), "weight has to be of type float, and is None"),
-    (PAIRS, dict(sft_weight=math.inf), "sft_weight has to be of type float, and is inf"),
+    (PAIRS, dict(weight=None), "weight must be of type float, but is None"),
+    (PAIRS, dict(sft_weight=math.inf), "sft_weight must be of type float, but is inf"),
     (PAIRS, dict(chosen=SIDE, rejected=SIDE), "its two sides have the same tokens"),
-    (PAIRS, dict(chosen=SIDE | dict(rollout=7)), "rollout 7, which is no trajectory of this run"),
+    (PAIRS, dict(chosen=SIDE | dict(rollout=7)), "rollout 7, but the run has no such trajectory"),
     (PAIRS, dict(chosen=dict(agent="target")), "'iteration' is missing"),
     (PAIRS, dict(kind="deleted"), "'kind' is missing")])
 def test_an_edit_that_cannot_be_used_is_refused_with_file_and_line(
@@ -423,7 +423,7 @@ def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
         rows[1]["action_mask"] = [0] * len(rows[1]["ids"])
         write_jsonl(out / "experts.jsonl", rows)
 
-    assert "has no action tokens to learn from; leave it out" in refusal(again, edit)
+    assert "has no action tokens to train on; leave it out" in refusal(again, edit)
 
 
 @pytest.mark.parametrize("solves, warned", [(3, True), (4, False)])
@@ -471,10 +471,10 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
 
 
 @pytest.mark.parametrize("branch, says", [
-    ("runs/nowhere@sft-target", "runs/nowhere is no run; give RUN@OUTPUT"),
+    ("runs/nowhere@sft-target", "runs/nowhere is not a run; give RUN@OUTPUT"),
     ("RUN", "run: give RUN@OUTPUT, such as"), ("iter1/target.jsonl", "jsonl: give RUN@OUTPUT,"),
-    ("RUN@iter9/target.jsonl", "the run has no 'iter9/target.jsonl'; choose from: experts.jsonl, "),
-    ("RUN@eval-1-target-test.jsonl", "run/iter1/target.jsonl is not there any more")])
+    ("RUN@iter9/target.jsonl", "the run has no output 'iter9/target.jsonl'; choose from: experts.jsonl, "),
+    ("RUN@eval-1-target-test.jsonl", "run/iter1/target.jsonl does not exist any more")])
 def test_a_branch_of_what_is_not_there_is_refused(branch, says, again, toy_run, tmp_path):
     (tmp_path / "run/iter1/target.jsonl").unlink()
     branch = branch.replace("RUN", str(tmp_path / "run"))
@@ -489,7 +489,7 @@ def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
     mine = tmp_path / "run" / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
-    says = f"{name} is in it, and no config.json of a run; give another" if name else "it is a file;"
+    says = f"it contains {name}, but no config.json of a run; give another" if name else "it is a file;"
     assert f"--out {tmp_path / 'run'}: {says}" in refusal(toy_run)
     assert mine.read_text() == "mine"
     assert not name or [*mine.parent.iterdir()] == [mine]
@@ -498,16 +498,16 @@ def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
 def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small_model):
     before = {path: path.read_bytes() for path in toy[0].rglob("*") if path.is_file()}
     line = refusal(toy_run, "--out", toy[0], "--seed", 7, "--beta", 0.2)
-    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another, or these settings again" in line
+    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another folder, or the same settings" in line
     line = refusal(toy_run, "--out", toy[0], "--method", "positive")
     assert "method (coevolve -> positive)" in line
     assert before == {path: path.read_bytes() for path in before}
-    assert "is no run's; give another folder" in refusal(toy_run, "--out", small_model)
+    assert "is not that of a run; give another folder" in refusal(toy_run, "--out", small_model)
 
 
 @pytest.mark.parametrize("flags, says", [
-    (("--view", "short"), "the run has another view (full -> short); give the same"),
-    (("--model", ROOT / "tiny"), "the run has another model ("),
+    (("--view", "short"), "the run has other values of view (full -> short); give the same"),
+    (("--model", ROOT / "tiny"), "the run has other values of model ("),
     (("--protocol", "eto", "--prompts", ROOT), "protocol (ours -> eto)")])
 def test_a_branch_of_a_run_in_another_setting_is_refused(flags, says, toy_run, toy, tmp_path):
     assert says in refusal(toy_run, "--out", tmp_path / "new", *flags,
@@ -536,7 +536,7 @@ def test_a_branch_says_which_seed_and_settings_it_changes(toy_run, toy, tmp_path
     out = toy_run("--branch", f"{config.parent}@iter1/target-agent", "--seed", 5)
     said = capsys.readouterr().out
     assert "other settings: cut_turns (- -> 5), mine (3 -> -); " in said
-    assert "what is taken was made with another seed (0 -> 5); `compare` will not pair" in said
+    assert "outputs were made with another seed (0 -> 5); `compare` will not pair" in said
     assert read_json(out / "config.json")["branch"]["seed"] == 0
 
 
@@ -549,17 +549,17 @@ def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monke
         copy(source, target)
 
     flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl")
-    monkeypatch.setattr(fork_of_run, "copy", stopped)
+    monkeypatch.setattr(branch, "copy", stopped)
     with pytest.raises(KeyboardInterrupt):
         toy_run(*flags)
-    monkeypatch.setattr(fork_of_run, "copy", copy)
+    monkeypatch.setattr(branch, "copy", copy)
     assert contents(toy_run(*flags))[0] == contents(toy[0])[0]
 
 
 def test_a_run_whose_config_is_gone_is_none(again):
     """Else what other settings have made would pass for what these make."""
     line = refusal(again, lambda out: (out / "config.json").unlink(), "--dpo-lr", 0.5)
-    assert "and no config.json of a run; give another folder" in line
+    assert "but no config.json of a run; give another folder" in line
 
 
 def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
@@ -676,10 +676,10 @@ def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal(capsys, tmp_path)
     says = command.closing_lines(done, "my runs/a/run.html, 0.4 MB: open it in a browser")
     assert "\n".join(says).splitlines() == [
         "", "my runs/a: coevolve on webshop, model tiny, seed 0",
-        "target, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
-        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
-        "failure, test: reward 0.250 -> 0.750, solved 0% -> 25%; "
-        "unseen: reward 0.250 -> 0.750, solved 0% -> 25%",
+        "target, test: reward 0.250 -> 0.750, success 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
+        "failure, test: reward 0.250 -> 0.750, success 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
         "1,000 s in all",  # 8 x 50 + 600.4
         "my runs/a/run.html, 0.4 MB: open it in a browser",
         "bash run.sh compare 'my runs/a' OTHER_RUN",
@@ -753,19 +753,19 @@ def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
 @pytest.mark.parametrize("flags, says", [
     ("--betta 1", "unrecognized arguments: --betta 1; --help lists the settings"),
     ("--beta -1 --sft-warmup 1", "--sft-warmup 1.0: must be at least 0 and below 1; --beta -1.0: "),
-    ("--temperature 1e-39", "--temperature 1e-39: must be 0, which is greedy, or at least 0.001"),
+    ("--temperature 1e-39", "--temperature 1e-39: must be 0 (greedy decoding) or at least 0.001"),
     ("--method sft --beta 0.2", "--beta is not read by --method sft"),
     ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
     ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of a task"),
     ("--max-new-tokens 768 --max-tokens 768", "--max-new-tokens 768: must be below --max-tokens"),
     ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
-    ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
-    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: is not there; give a file"),
+    ("--experts /nowhere", "--experts /nowhere: does not exist; give an existing file"),
+    ("--experts=~/nowhere", f"--experts {os.path.expanduser('~/nowhere')}: does not exist; give an existing file"),
     *[(f"{flag}{between}", f"{flag}: the value is empty; give one, or leave the flag out")
       for flag in ("--experts", "--branch", "--model", "--failure-from", "--out", "--track", "--env", "--seed")
       for between in ("=", " ''")],
     ("--model /nowhere", "--model /nowhere: "),
-    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
+    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert trajectory is left; dropped: {'too long': 5};"),
     ("--failure-from TINY --model SMALL", "tiny: its tokenizer or chat template is not that of --model"),
     ("--track abacus", "--track abacus: "),
     ("--track wandb", f"--track wandb: it is not installed; {sys.executable} -m pip install wandb"),
@@ -778,7 +778,7 @@ def test_a_flag_that_is_wrong_is_named_with_its_remedy(
 
 
 @pytest.mark.parametrize("flags, values", [
-    ("", dict(train_tasks=100, iterations=3, view="short", lambda_sft=0.5,
+    ("", dict(train_tasks=100, iterations=3, view="short", lambda_sft=1.0,
               pair_weights="instruction")),  # of the shop, with tiny
     ("--method eto", dict(view="short", lambda_sft=0.0, pair_weights="none")),
     ("--method eto --lambda-sft 0.5", dict(lambda_sft=0.5, pair_weights="none")),
@@ -861,7 +861,7 @@ def in_fp8(folder):
     (lambda f: configured(f, pad_token_id="none"), "--model"),
     (pruned, "weights are missing, such as model.layers.1."),
     (lambda f: configured(f, intermediate_size=64), "; give a"),
-    (lambda f: configured(f, model_type="t5"), "t5 is no causal language model of transformers; "),
+    (lambda f: configured(f, model_type="t5"), "t5 is not a causal language model of transformers; "),
 ])
 def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
     folder = shutil.copytree(small_model, tmp_path / "model")
@@ -902,7 +902,7 @@ def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model,
     base = shutil.copytree(small_model, tmp_path / "base")
     configured(base, max_position_embeddings=255)
     toy_run(*SFT, "--model", base)
-    assert f"{base} has 255 positions: " in capsys.readouterr().out
+    assert f"{base} has 255 positions, " in capsys.readouterr().out
 
 
 def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_path):

@@ -60,7 +60,7 @@ def one_line(done):
 def test_without_a_command_usage_is_printed(machine):
     run = machine(python3=BARE)
     assert "bash run.sh webshop" in run().stderr and run().returncode == 2
-    assert one_line(run("webshp")).endswith("'webshp', the nearest is webshop; bash run.sh lists all")
+    assert one_line(run("webshp")).endswith("'webshp' (did you mean webshop?); bash run.sh lists all")
     assert one_line(run("xyz")).endswith("unknown command 'xyz'; bash run.sh lists all")
     for asked in "--help", "-h":
         done = run(asked)
@@ -77,7 +77,7 @@ def test_a_folder_is_all_that_an_environment_needs_to_have_a_command(machine, tm
     assert "new_one" in run("--help").stdout.splitlines()[-1].split()
 
 
-def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_blanks(machine, tmp_path):
+def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_spaces(machine, tmp_path):
     run = machine(python3=FULL)
     (tmp_path / "my bin").mkdir()
     named = shutil.copy(tmp_path / "bin/python3", tmp_path / "my bin/python3")

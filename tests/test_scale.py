@@ -1,4 +1,4 @@
-"""What large models need, by arithmetic of their configs: what fits a card."""
+"""Estimates of the GPU memory that large models need, computed from their configs."""
 
 import re
 from types import SimpleNamespace
@@ -25,8 +25,8 @@ QWEN3_06B, QWEN3_17B = (
 
 
 @pytest.mark.parametrize("config, free, tokens, bf16, slots", [
-    # By hand: what reads, the inside of a layer and a mask; a row's keys and values of 32 layers,
-    # 2 x 32 x 4096 x 2 bytes a token, and what is drawn from.
+    # By hand: a prefill needs the activations of a layer and a mask. A row needs the keys and values
+    # of 32 layers, 2 x 32 x 4096 x 2 bytes a token, and the logits that a token is sampled from.
     (LLAMA2_7B, H100 - 13.5e9, 4096, True, int(
         (0.92 * (H100 - 13.5e9) - 4096 * (2 * (6 * 4096 + 3 * 11008) + 12 * 4096))
         / (2 * 32 * 4096 * 2 * 4096 + 32 * 32000))),
@@ -51,16 +51,16 @@ def test_the_plan_of_training_covers_what_an_h100_took(config, parameters, recom
 
 
 def test_states_over_ranks_by_hand():
-    """16 bytes a parameter, and 4 of pi_ref; on one rank autocast's copy beside."""
-    states = [training_bytes(LLAMA2_7B, 6_738_000_000, ranks, 8192, True, beside)[0]
-              for ranks, beside in ((1, False), (8, False), (8, True))]
+    """16 bytes a parameter, 4 more for pi_ref, and on one rank 2 more for autocast's bf16 copy."""
+    states = [training_bytes(LLAMA2_7B, 6_738_000_000, ranks, 8192, True, reference)[0]
+              for ranks, reference in ((1, False), (8, False), (8, True))]
     assert states == [18 * 6.738e9, 16 * 6.738e9 / 8, 20 * 6.738e9 / 8]
 
 
 @pytest.mark.parametrize("card, ranks, parameters, says", [
     (H100, 8, 6.74e9, None), (H100, 1, 1.72e9, None),
-    (H100, 1, 6.74e9, "6.74 B parameters on 1 x 85 GB: states take 121 GB on each, .*; give more or"),
-    (24e9, 8, 13e9, "the copy that plays takes 26 GB on each; give larger cards"),
+    (H100, 1, 6.74e9, "6.74 B parameters on 1 x 85 GB: .* optimiser states take 121 GB .*; use more or"),
+    (24e9, 8, 13e9, "the inference copy takes 26 GB on each GPU; use larger GPUs"),
     (24e9, 8, 6.74e9, None), (16e9, 8, 6.74e9, r"lower --tokens-per-forward, .* to \d+$")])
 def test_a_model_that_no_card_holds_is_refused_before_it_is_read(card, ranks, parameters, says,
                                                                  monkeypatch):
@@ -73,7 +73,7 @@ def test_a_model_that_no_card_holds_is_refused_before_it_is_read(card, ranks, pa
         assert check_memory(LLAMA2_7B, parameters, ranks, tokens + 512, False)
 
 
-def test_a_trial_needs_room_for_fp32():
+def test_the_self_check_needs_memory_for_fp32():
     """Weights of 4 bytes, and three times the scores of all heads of three texts."""
     assert fits_in_fp32(MambaConfig(), 10, 44, 4096) and not fits_in_fp32(MambaConfig(), 10, 43, 4096)
     needed = (4 * 6.738e9 + 3 * 3 * 32 * 4096 ** 2 * 4) / 0.92

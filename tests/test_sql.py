@@ -331,7 +331,7 @@ def test_questions_are_one_where_their_queries_find_the_same_in_any_rows():
     table, rows = env.data.tables[db][1], env.database(db)
     number, name = table.numbers[0].name, table.label.name
     most = f"SELECT MAX({number}) FROM {table.name}"
-    value = rows.ask(most)[0][0]
+    value = rows.execute(most)[0][0]
     rows.close()
 
     def key(sql):
@@ -415,11 +415,11 @@ def assert_harmless(ask, sql):
 
 
 def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
-    """Without a look at the first word, `ask`, too: that is not what keeps it safe."""
+    """Without a look at the first word, `execute`, too: that is not what keeps it safe."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(databases, "SECONDS", 0.3)
     for sql in ATTACKS:
-        for asked in ("run", "ask")[not databases.unread(sql):]:  # else they are one
+        for asked in ("run", "execute")[not databases.read_only_error(sql):]:  # else they are one
             with closing(databases.Sqlite("d", SCRIPT)) as db:
                 started = time.process_time()
                 assert_harmless(getattr(db, asked), sql)
@@ -434,7 +434,7 @@ def test_rows_and_steps_are_limited_query_by_query(town, monkeypatch):
     some = [", ".join(f"town t{i}" for i in range(n)) for n in range(10)]  # 3^n rows
     assert town.run(f"SELECT 1 FROM {some[9]}") == databases.TOO_LARGE
     assert len(town.run(f"SELECT 1 FROM {some[9]} LIMIT 9999")) == 9999
-    monkeypatch.setattr(databases, "VM_STEPS", 20 * databases.LOOK)
+    monkeypatch.setattr(databases, "VM_STEPS", 20 * databases.CHECK_STEPS)
     for _ in range(3):
         assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some[7]}") == [(3 ** 7,)]
         assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some[9]}") == databases.INTERRUPTED
@@ -500,7 +500,7 @@ def test_iprs_records_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("change, dump, told", [
-    ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"), ({"db": ["d"]}, "", r'\["d"\] is no text'),
+    ({"query": 3}, "", "3 is not a string"), ({"gold": None}, "", "null is not a string"), ({"db": ["d"]}, "", r'\["d"\] is not a string'),
     ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
      "sqlite cannot read database d .*--mysql-url$")])
 def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
@@ -678,9 +678,9 @@ def test_without_that_look_mariadb_still_refuses(mariadb):
                 "LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town",
                 "SET GLOBAL max_connections = 1"):
         with closing(databases.MySQL("d", URL.format(mariadb))) as db:
-            assert str(db.ask(sql)).startswith("Error"), sql
+            assert str(db.execute(sql)).startswith("Error"), sql
             assert str(db.run("SELECT * FROM town")) == TOWNS
-            assert db.ask("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
+            assert db.execute("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
     assert root_query(mariadb, count) == before
     user = databases.database_user(URL, "world_1")  # in a GRANT an underscore stands for any character
     grants = root_query(mariadb, f"SHOW GRANTS FOR {user}@'%'")
@@ -691,7 +691,7 @@ def test_without_that_look_mariadb_still_refuses(mariadb):
 def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
     """What is asked past all looks at the query ends on the server; where the server has no limit,
     the client's read timeout voids the episode."""
-    assert server.ask("SELECT @@max_statement_time, @@sql_select_limit") == [
+    assert server.execute("SELECT @@max_statement_time, @@sql_select_limit") == [
         (float(databases.SECONDS), databases.MAX_ROWS + 1)]
     million = "SELECT t0.site FROM " + ", ".join(f"town t{i}" for i in range(13))  # 3^13 rows
     with server._connection.cursor() as cursor:  # a cursor that would take all there are
@@ -700,11 +700,11 @@ def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
             cursor.execute(HOLD + "SELECT COUNT(*) FROM r a, r b, r c")
     assert server.run(million) == databases.TOO_LARGE
     assert str(server.run("SELECT * FROM town")) == TOWNS  # and the next query is answered
-    assert server.ask(f"{HOLD}SELECT COUNT(*) FROM r a, r b, r c") == databases.INTERRUPTED
+    assert server.execute(f"{HOLD}SELECT COUNT(*) FROM r a, r b, r c") == databases.INTERRUPTED
     assert server.run("SELECT 1") == [(1,)]
-    server.ask("SET SESSION max_statement_time = 0")
+    server.execute("SET SESSION max_statement_time = 0")
     with pytest.raises(envs.EnvError, match="timed out"):
-        server.ask("SELECT SLEEP(8)")
+        server.execute("SELECT SLEEP(8)")
 
 
 def test_no_state_leaks_into_the_next_episode(mariadb, own, monkeypatch):
@@ -747,7 +747,7 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, m
     times = 2
     assert repaired.step(act("SHOW TABLES")) == repaired.shown
     times = 99
-    with pytest.raises(envs.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
+    with pytest.raises(envs.EnvError, match="database .*: gone; check that the server runs.*[^?]$"):
         repaired.step(act("SHOW TABLES"))
     assert len(failures) == 2 + 4  # it is not asked again within
 
@@ -836,7 +836,7 @@ def test_an_address_with_a_password_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("dump, agent, told", [
-    ("x", "b", "--mysql-url must be"), ("x", "mysql://b:s3cret@h", "with the password in MYSQL_PWD"), ("README.md", "mysql://b@h", "README.md: no database in it")])
+    ("x", "b", "--mysql-url must be"), ("x", "mysql://b:s3cret@h", "with the password in MYSQL_PWD"), ("README.md", "mysql://b@h", "README.md: it has no database")])
 def test_load_intercode_refuses_in_one_line(dump, agent, told):
     with pytest.raises(environments.UsageError, match=told) as error:
         spider.main([str(ROOT / dump), "--admin-url", "mysql://a@h", "--mysql-url", agent])

@@ -1,4 +1,4 @@
-"""The embedded WebShop: reward, pages, actions, tasks and expert."""
+"""The built-in WebShop: reward, pages, actions, tasks and expert."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The client of a real WebShop server: recorded exchanges, the embedded shop served, and faults."""
+"""The client of a real WebShop server: recorded exchanges, the built-in WebShop served, and faults."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from conftest import DATA, ROOT, Again
 import environments
 import envs
 from environments import make
-from environments.expert_files import opens_otherwise
+from environments.expert_files import opening_difference
 from environments.webshop import catalogue
 from environments.webshop.server import Client, WebShopServer
 from environments.webshop.shop import Place, WebShop
@@ -24,8 +24,8 @@ from environments.webshop.shop import Place, WebShop
 
 @pytest.fixture(autouse=True)
 def forgets():
-    Client.known.clear()  # a port may be another server's
-    Client.answered.clear()
+    Client.instructions.clear()  # a port may be another server's
+    Client.ready.clear()
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_recorded_episode_gives_the_official_text_and_reward(recorded):
     step = shop.step("click[Buy Now]")
     assert step == envs.Step("Thank you for shopping with us! [SEP] Your code:", 0.8, True)
     assert recorded.texts["10"].startswith(step.observation)
-    with pytest.raises(envs.EnvError, match="goal 9999 at http://127.0.0.1.* catalogue does not "
-                                              "have; start it with all products"):
+    with pytest.raises(envs.EnvError, match="goal 9999 at http://127.0.0.1.* not in the server's "
+                                              "catalogue; start the server with all products"):
         shop.reset("webshop-train-9999")
 
 
@@ -148,7 +148,7 @@ def test_a_shop_whose_own_links_lack_its_prefix_is_broken(site, kind):
 
 @pytest.mark.parametrize("kind, path", [("search", "/s"), ("product", "/p"), ("button", "/b")])
 def test_a_missing_page_is_no_fault_of_the_agents(site, kind, path):
-    for missing, says in (((404, "", None), "HTTP 404 at .*own links"), ((503, "", None), "HTTP 503"),
+    for missing, says in (((404, "", None), "HTTP 404 at .*its links"), ((503, "", None), "HTTP 503"),
                           ((200, page_of("Nothing"), None), "no page of a WebShop server")):
         pages = small_site()
         pages.pop(path)
@@ -192,11 +192,11 @@ def test_an_official_page_of_attributes_is_read(site):
     assert shop.step("click[< back to item page]").observation.endswith("B0")
 
 
-# ------------------------------------------------------------------- the embedded shop, served
+# --------------------------------------------------------------- the built-in WebShop, served
 
 
 def as_html(shop, place, address):
-    """A page of the embedded shop with the controls of an official one."""
+    """A page of the built-in WebShop with the controls of an official one."""
     page = shop.follow(place)
     values = {v for p in shop.data.products for pool in p["options"].values() for v in pool}
     if page.kind == "done":
@@ -225,7 +225,7 @@ def as_html(shop, place, address):
 
 @pytest.fixture
 def official(shop_server):
-    """The embedded shop's test goals behind the routes of a server. warm: it has its catalogue."""
+    """The test goals of the built-in WebShop behind the routes of a server. warm: it has its catalogue."""
     shop, places = WebShop(), [Place()]
 
     def answer(method, path, form):
@@ -331,7 +331,7 @@ def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_pa
 def test_what_is_set_aside_where_experts_and_the_environment_are_compared():
     """White space and case, and the price limit of a server, which draws it anew."""
     def opens(env, text):
-        return opens_otherwise(env, env.opening(text) + [dict(role="assistant", content="x")], page)
+        return opening_difference(env, env.opening(text) + [dict(role="assistant", content="x")], page)
 
     env = make("webshop", webshop_url="http://127.0.0.1:9")
     page = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dollars [SEP] Search"
@@ -351,14 +351,14 @@ PAGE = ("<html><h4>Instruction:<br>{}</h4><form action='{}'><input name='search_
 
 
 @pytest.mark.parametrize("fault, says", [
-    ((500, "", None), "HTTP 500"), (None, "see that the server runs"), ("cut", "runs|early"),
-    ((200, "<html>", None), "ends early"), (0.8, "see that the server runs"),
+    ((500, "", None), "HTTP 500"), (None, "check that the server runs"), ("cut", "runs|incomplete"),
+    ((200, "<html>", None), "is incomplete"), (0.8, "check that the server runs"),
     ((200, "<html>Hello</html>", None), "no page of a WebShop"),
     ((200, PAGE.format("buy another", "/"), None), "instruction has changed"),
-    ((200, '<html><h3 id="reward"><pre>won</pre></html>', None), "cannot be read"),
+    ((200, '<html><h3 id="reward"><pre>won</pre></html>', None), "cannot be parsed"),
     ((200, f'<html><h3 id="reward"><pre>{"9" * 400}</pre></html>', None), "at http"),
-    ((200, PAGE.format("", "http://["), None), "cannot be read"),
-    ((200, f"<html><![x]]>{PAGE}", None), "cannot be read"),
+    ((200, PAGE.format("", "http://["), None), "cannot be parsed"),
+    ((200, f"<html><![x]]>{PAGE}", None), "cannot be parsed"),
     ((302, "", "/again"), "TooManyRedirects"), ((302, "", "http://["), "at http"),
 ])
 def test_a_fault_voids_the_episode_in_one_line_and_changes_nothing_after_it(

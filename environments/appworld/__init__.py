@@ -1,4 +1,4 @@
-"""AppWorld: an agent writes Python that calls the interfaces of a person's apps."""
+"""AppWorld: an agent writes Python that calls the APIs of a person's apps."""
 
 import dataclasses
 from typing import Literal
@@ -9,16 +9,17 @@ from common.settings import OldFile
 
 @dataclasses.dataclass(frozen=True)
 class Options(environments.Options):
-    # folder that holds AppWorld's official `data` [a small world, made on first use]
+    # folder that holds AppWorld's official `data` [a small AppWorld, made on first use]
     appworld_root: OldFile = None
-    # all: 1 where all of a task's tests pass (TGC), else 0; tests: the share that passes
-    # [AppWorld; AgentEvolver has both]
+    # reward of a task: "all" is 1 if all of its tests pass (TGC) and otherwise 0, "tests" is the
+    # share of its tests that pass [AppWorld; AgentEvolver has both]
     appworld_reward: Literal["all", "tests"] = "all"
 
     presets = {
-        # AgentEvolver: 4,000 tokens of prompt and 21,580 of response.
+        # AgentEvolver uses 4,000 tokens for the prompt and 21,580 for the response.
         "": dict(max_tokens=25_580, max_new_tokens=1024, slots=8),
-        # Its context; the small world's episodes fit, and 200 tokens hold a reply of its experts.
+        # 8,192 tokens are the context of SmolLM2. The episodes of the small AppWorld fit, and 200
+        # tokens hold a reply of its experts.
         "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, max_tokens=8192,
                         max_new_tokens=200, slots=8, gradient_checkpointing="on"),
         "quick": dict(train_tasks=20, eval_tasks=20),
@@ -30,7 +31,7 @@ class Options(environments.Options):
 
     @staticmethod
     def scenario(task: str) -> str | None:
-        return task.rpartition("_")[0] or None  # those made in training have none
+        return task.rpartition("_")[0] or None  # tasks made in training have no scenario
 
     def make(self, view):
         from environments.appworld.environment import AppWorld

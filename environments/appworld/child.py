@@ -1,9 +1,11 @@
-"""Runs where the package appworld is, alone: `python child.py ROOT SECONDS MEGABYTES LONGEST`, its
-input a socket; see `processes.py`. It imports nothing of this project but `jail.py`.
+"""The server process that has the package appworld: `python child.py ROOT SECONDS MEGABYTES
+MAX_OUTPUT`, with a socket as its standard input. See `processes.py` for the other side.
 
-It has the apps imported. Each episode and each judgement is a fork of it, shut in (`jail.py`), with
-which one speaks in lines of JSON. A player has its task without the ground truth; a judge has the
-ground truth, and runs no code of a model.
+It runs under the interpreter of the package and imports nothing of this project but `jail.py`.
+
+It imports all apps once. Each episode and each judgement is a fork of it that isolates itself
+(`jail.py`) and exchanges lines of JSON with its client. The fork of an episode has its task without
+the ground truth. The fork of a judgement has the ground truth, and runs no code of a model.
 """
 
 import gc
@@ -20,56 +22,66 @@ from functools import cache
 from pathlib import Path
 
 ROOT = sys.argv[1]
-SECONDS, MEGABYTES, LONGEST = map(int, sys.argv[2:])
+SECONDS, MEGABYTES, MAX_OUTPUT = map(int, sys.argv[2:])
 os.environ["APPWORLD_ROOT"] = ROOT  # the package reads it when it is imported
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import jail  # noqa: E402
 
-MOST_CALLS = 50  # of a reply that are told [ours]
+MAX_CALLS = 50  # calls of one reply that are reported [ours]
 
 
 # ------------------------------------------------------------------------------- inside an episode
 
 
 def play(task: str, text: str | None, lines, send) -> None:
-    """An episode: says what is asked, runs code after code, and hands over what has changed."""
+    """Runs an episode.
+
+    It sends the instruction and the person's data. Then it executes the code of each request, or
+    sends what the episode has changed in the apps.
+
+    Args:
+        task: Id of the task whose start state is used.
+        text: Instruction of a task made in training, or None for the task's own.
+        lines: Requests, one line of JSON each: {"code": ...} or {"save": true}.
+        send: Function that sends its keyword arguments as a line of JSON.
+    """
     from appworld import AppWorld
     env = AppWorld(task, "episode", load_ground_truth=False, timeout_seconds=SECONDS,
-                     max_interactions=1000)
-    if text is not None:  # of a task made in training, on another's start state
+                   max_interactions=1000)
+    if text is not None:
         active = env.models.supervisor.Task.all()[0]
         active.instruction = text
         active.save()
-    calls = noted(env.requester)
+    calls = record_calls(env.requester)
     owner = env.task.supervisor
-    known = ("first_name", "last_name", "email", "phone_number")
-    send(text=text or env.task.instruction, owner={name: owner[name] for name in known})
+    shown = ("first_name", "last_name", "email", "phone_number")
+    send(text=text or env.task.instruction, owner={name: owner[name] for name in shown})
     for line in lines:
-        asked = json.loads(line)
-        if "code" in asked:
+        request = json.loads(line)
+        if "code" in request:
             calls.clear()
-            output = env.execute(asked["code"])[:LONGEST]
-            send(output=output, done=env.task_completed(), calls=calls[:MOST_CALLS])
+            output = env.execute(request["code"])[:MAX_OUTPUT]
+            send(output=output, done=env.task_completed(), calls=calls[:MAX_CALLS])
         else:
             saved = Path(env.output_db_home_path_on_disk)
             send(changes={file.name: file.read_text() for file in saved.iterdir()})
 
 
-def noted(requester) -> list:
-    """A list to which each call from now on is added: APP.API, arguments."""
+def record_calls(requester) -> list:
+    """Returns a list to which each later call of the requester is added as [APP.API, arguments]."""
     calls = []
     request = requester._request
 
-    def note(_app_name: str, _api_name: str, client=None, raise_on_failure=None, track=True,
-             **given):
-        if track:  # the package asks, too
-            told = json.loads(json.dumps(given, default=str))
-            calls.append([f"{_app_name}.{_api_name}", told])
-        return request(_app_name, _api_name, client, raise_on_failure, track, **given)
+    def recorded(_app_name: str, _api_name: str, client=None, raise_on_failure=None, track=True,
+                 **arguments):
+        if track:  # the package makes untracked calls of its own
+            copied = json.loads(json.dumps(arguments, default=str))
+            calls.append([f"{_app_name}.{_api_name}", copied])
+        return request(_app_name, _api_name, client, raise_on_failure, track, **arguments)
 
-    requester._request = note
+    requester._request = recorded
     return calls
 
 
@@ -77,44 +89,59 @@ def noted(requester) -> list:
 
 
 def judge(task: str, changes: dict) -> dict:
-    """How many of the task's own tests pass on what an episode has changed."""
+    """Returns how many of the task's own tests pass on an episode's changes, and how many tests
+    there are."""
     from appworld.evaluator import evaluate_task
-    place(task, "episode", changes)
-    found = evaluate_task(task, "episode", save_report=False)
-    return dict(passed=found.pass_count, tests=found.num_tests)
+    write_changes(task, "episode", changes)
+    result = evaluate_task(task, "episode", save_report=False)
+    return dict(passed=result.pass_count, tests=result.num_tests)
 
 
 def compare(task: str, changes: list[dict]) -> dict:
-    """Whether two episodes on a task leave the same records in the apps, and the same answer."""
+    """Compares how two episodes of a task end.
+
+    Args:
+        task: Id of the task whose start state both episodes have.
+        changes: The changes of the two episodes, file -> text.
+
+    Returns:
+        `apps`: True if the records in the apps are the same. `answer`: True if the answers match.
+    """
     from appworld.apps import get_all_apps
     from appworld.common.utils import do_answers_match
-    one, other = changes
-    apps = [app for app in get_all_apps() if one.get(f"{app}.jsonl") != other.get(f"{app}.jsonl")]
-    records, answer = end_of(task, "end0", one, apps)
-    other_records, other_answer = end_of(task, "end1", other, apps)
-    return dict(apps=records == other_records, answer=do_answers_match(answer, other_answer))
+    first, second = changes
+    apps = [app for app in get_all_apps()
+            if first.get(f"{app}.jsonl") != second.get(f"{app}.jsonl")]
+    first_records, first_answer = final_state(task, "end0", first, apps)
+    second_records, second_answer = final_state(task, "end1", second, apps)
+    return dict(apps=first_records == second_records,
+                answer=do_answers_match(first_answer, second_answer))
 
 
-def end_of(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
-    """How often each record stands in the tables of some apps, and the answer, where an episode
-    ends. The package's own comparison goes by counts of changes and by hashes that the episode has
-    saved: other changes, as many, would be the same."""
+def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
+    """Returns the records in the given apps at the end of an episode, and the answer.
+
+    The records are counted, table -> Counter of rows. The package's own comparison uses the number
+    of changes and the hashes that the episode has saved, so it takes an equal number of different
+    changes for the same.
+    """
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection
-    models = ModelCollection.load(f":memory:{name}", place(task, name, changes), get_all_apps())
-    found = {}
+    folder = write_changes(task, name, changes)
+    models = ModelCollection.load(f":memory:{name}", folder, get_all_apps())
+    records = {}
     for app in apps:
         for table, model in models[app].SQLModel.name_to_model().items():
             columns = {column.name for column in model.__table__.columns} - {"id", "record_hash"}
-            asked = ", ".join(f'"{column}"' for column in sorted(columns))
-            rows = model.db.connection.execute(f'SELECT {asked} FROM "{model.__tablename__}"')
-            found[f"{app}.{table}"] = Counter(rows)
-    found.pop("supervisor.Task", None)  # its answer is compared by itself
-    return found, json.loads(models.supervisor.Task.first().answer)
+            selected = ", ".join(f'"{column}"' for column in sorted(columns))
+            rows = model.db.connection.execute(f'SELECT {selected} FROM "{model.__tablename__}"')
+            records[f"{app}.{table}"] = Counter(rows)
+    records.pop("supervisor.Task", None)  # the answer in it is compared separately
+    return records, json.loads(models.supervisor.Task.first().answer)
 
 
-def place(task: str, name: str, changes: dict) -> str:
-    """Writes an episode's changes where the package looks for them."""
+def write_changes(task: str, name: str, changes: dict) -> str:
+    """Writes the changes of an episode to the folder that the package reads, and returns it."""
     folder = Path(ROOT, "experiments/outputs", name, "tasks", task, "dbs")
     folder.mkdir(parents=True)
     for file, text in changes.items():
@@ -122,12 +149,12 @@ def place(task: str, name: str, changes: dict) -> str:
     return str(folder)
 
 
-# ---------------------------------------------------------------------------------------- around it
+# ---------------------------------------------------------------------------- the server, and forks
 
 
 def warm() -> None:
-    """Imports what a fork would import, and fills the package's caches, which forks share."""
-    import pytest  # noqa: F401  the tests of tasks compare by it
+    """Imports every module that a fork needs, and fills the package's caches, which forks share."""
+    import pytest  # noqa: F401  the tasks' own tests compare numbers with it
     from appworld import AppWorld, evaluator, requester  # noqa: F401
     from appworld.apps import api_lib, get_all_apps
     from appworld.collections.api_docs import ApiDocCollection
@@ -140,48 +167,66 @@ def warm() -> None:
     requester.build_main_app(tuple(sorted(get_all_apps())))
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)),
                           include_response_schemas=True)
-    frozen = api_lib.set_local_date_and_time(datetime(2024, 1, 1))  # it looks at all modules
+    # The first freeze of the time inspects all modules and caches the result.
+    frozen = api_lib.set_local_date_and_time(datetime(2024, 1, 1))
     api_lib.unset_local_date_and_time(frozen)
-    gc.freeze()  # else the first collection of each fork copies all of it
+    gc.freeze()  # otherwise the first garbage collection of each fork copies all of the memory
 
 
-def shown(task: str | None, truth: bool) -> list[str]:
-    """What a fork sees: what Python imports from, and of the data what it may know."""
+def visible_paths(task: str | None, truth: bool) -> list[str]:
+    """Returns the paths that a fork sees.
+
+    These are Python's libraries and, if there is a task, the data that all tasks share and the
+    task's own data, with its ground truth only if `truth` is True.
+    """
     paths = sysconfig.get_paths()
     libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     if task is None:
         return sorted(libraries)
     data = f"{ROOT}/data"
-    of_task = f"{data}/tasks/{task}"
-    known = [of_task] if truth else [f"{of_task}/specs.json", f"{of_task}/dbs"]
-    return [*sorted(libraries), f"{data}/base_dbs", f"{data}/api_docs", *known]
+    folder = f"{data}/tasks/{task}"
+    of_task = [folder] if truth else [f"{folder}/specs.json", f"{folder}/dbs"]
+    return [*sorted(libraries), f"{data}/base_dbs", f"{data}/api_docs", *of_task]
 
 
-def work(line: int, report: int, do: str, task: str | None) -> None:
-    """What a fork does: it keeps two files to the one who asks, is shut in, works."""
+def run_fork(line: int, report: int, do: str, task: str | None) -> None:
+    """Runs in a fork: keeps two sockets to its client, isolates itself, and does its job.
+
+    Args:
+        line: File descriptor of the socket for requests and answers.
+        report: File descriptor of the socket for `jail.enter`'s report of the end.
+        do: The job: "play", "judge", "compare" or "check".
+        task: Id of a task, or None for "check".
+    """
+    # 1. Keep line as file 3 and report as file 4, with nothing behind 0, 1 and 2.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     jail.die_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
-    for file, place in ((line, 100), (report, 101), (nothing, 0), (100, 3), (101, 4)):
-        os.dup2(file, place)  # 1 and 2 hold nothing
+    for file, target in ((line, 100), (report, 101), (nothing, 0), (100, 3), (101, 4)):
+        os.dup2(file, target)
     os.closerange(5, 1 << 16)
     lines = socket.socket(fileno=3).makefile("rw")
-    given = json.loads(lines.readline())  # who still writes it would not read what goes wrong
+    # Read the request before anything can fail: a client that is still writing a long request
+    # would not read the error.
+    request = json.loads(lines.readline())
 
-    def send(**told) -> None:
-        lines.write(json.dumps(told) + "\n")
+    def send(**answer) -> None:
+        lines.write(json.dumps(answer) + "\n")
         lines.flush()
 
     try:
-        jail.enter(shown(task, truth=do != "play"), [f"{ROOT}/experiments", "/tmp"], MEGABYTES, 4)
+        # 2. Enter the jail.
+        paths = visible_paths(task, truth=do != "play")
+        jail.enter(paths, [f"{ROOT}/experiments", "/tmp"], MEGABYTES, 4)
         os.environ.clear()
         os.environ["APPWORLD_ROOT"] = ROOT
+        # 3. Do the job.
         if do == "play":
-            play(task, given["text"], lines, send)
+            play(task, request["text"], lines, send)
         if do == "judge":
-            send(**judge(task, **given))
+            send(**judge(task, **request))
         if do == "compare":
-            send(**compare(task, **given))
+            send(**compare(task, **request))
         if do == "check":
             send(ready=True)
     except BaseException as error:
@@ -189,24 +234,26 @@ def work(line: int, report: int, do: str, task: str | None) -> None:
 
 
 def serve() -> None:
-    """Forks for each thing to do, which comes with two files of the fork's. What is asked here is
-    short, since a longer message than is received would be cut; on a fork's own line comes what may
-    be long."""
+    """Forks for each job that the client requests, until the client has ended.
+
+    A request is one short packet, with the two sockets of the fork attached. Longer texts go over
+    the fork's own socket, since a packet that is longer than the receiver's buffer would be cut.
+    """
     warm()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for a fork
-    asks = socket.socket(fileno=0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
+    client = socket.socket(fileno=0)
     while True:
-        asked, files, _, _ = socket.recv_fds(asks, 1 << 16, 2)
-        if not asked:  # the one who asks has gone
+        request, files, _, _ = socket.recv_fds(client, 1 << 16, 2)
+        if not request:  # the client has ended
             os._exit(0)
         process = os.fork()
         if not process:
             try:
-                work(*files, **json.loads(asked))
+                run_fork(*files, **json.loads(request))
             finally:
                 os._exit(0)
         files.append(os.pidfd_open(process))
-        socket.send_fds(asks, [b"begun"], files[2:])
+        socket.send_fds(client, [b"begun"], files[2:])
         for file in files:
             os.close(file)
 

@@ -1,4 +1,4 @@
-"""AppWorld: an agent does what a person asks for, by Python that calls the person's apps."""
+"""AppWorld: an agent does what a person requests, by Python that calls the person's apps."""
 
 import re
 from importlib import import_module
@@ -7,7 +7,7 @@ from pathlib import Path
 from environments import saying
 from environments.appworld import data
 from environments.appworld.judging import Judge
-from environments.appworld.processes import Gone, Ran
+from environments.appworld.processes import CodeResult, ProcessEnded
 from envs import Environment, Step
 
 PROMPT = """\
@@ -29,22 +29,29 @@ FORM = "There is no block of code, ```python ... ```, in this reply."
 
 
 class AppWorld(Environment):
-    """Tasks of AppWorld, or of a small world of its form. The reward comes at the end: 1 if all of
-    a task's tests pass on what the episode has left in the apps, else 0; with
-    appworld_reward="tests" their share. Of a task made in training the tests are two: the apps, and
-    the answer, are as after its own code. An episode whose process the code has ended, or which
-    would not end, is over, with reward 0."""
+    """The tasks of AppWorld, or of a small AppWorld in the same format.
+
+    The reward comes at the end of an episode: 1 if all of the task's tests pass on the final state
+    of the apps, and otherwise 0. With appworld_reward="tests" it is the share of tests that pass. A
+    task made in training has two tests: the apps and the answer must be the same as after its own
+    code. If the code ends its process, or does not end in time, the episode ends with reward 0.
+
+    Args:
+        view: "full" or "short". Both show the same text.
+        appworld_root: The folder of the official `data`, or None for the small AppWorld.
+        appworld_reward: "all" or "tests".
+    """
     name = "appworld"
     rules = PROMPT
-    max_turns = data.MOST_REPLIES
+    max_turns = data.MAX_REPLIES
 
     def __init__(self, view: str = "full", appworld_root: str | None = None,
                  appworld_reward: str = "all"):
         super().__init__(view)
-        self.prompt = PROMPT  # in either view: no model is made for these tasks
+        self.prompt = PROMPT  # also in the short view: no tiny model plays these tasks
         python = data.interpreter()
-        given = Path(appworld_root).resolve() if appworld_root else data.small_world()
-        root = data.usable(given)
+        folder = Path(appworld_root).resolve() if appworld_root else data.small_appworld()
+        root = data.checked_path(folder)
         self.splits = data.splits(root, official=bool(appworld_root))
         self.test_splits = tuple(self.splits)[2:]
         self.share_of_tests = appworld_reward == "tests"
@@ -58,8 +65,8 @@ class AppWorld(Environment):
         self.close()
         self._task = task
         self._replies = 0
-        self.changes = None  # what the episode has left in the apps, once it is over
-        self._episode = self.judge.begin(task)
+        self.changes = None  # the episode's changes in the apps, once it has ended
+        self._episode = self.judge.start_episode(task)
         owner = self._episode.owner
         return (f"I am {owner['first_name']} {owner['last_name']}; my email address is "
                 f"{owner['email']} and my phone number {owner['phone_number']}.\n\n"
@@ -69,21 +76,21 @@ class AppWorld(Environment):
         self._replies += 1
         last = self._replies == self.max_turns
         code = code_of(reply)
-        told = Ran(FORM, done=False, calls=[])
+        result = CodeResult(FORM, done=False, calls=[])
         try:
             if code is not None:
-                told = self._episode.run(code)
-            if not told.done and not last:
-                return Step(told.output, 0.0, False, idle=code is None)
+                result = self._episode.run(code)
+            if not result.done and not last:
+                return Step(result.output, 0.0, False, idle=code is None)
             self.changes = self._episode.changes()
-        except Gone as error:
+        except ProcessEnded as error:
             self._episode = None
             return Step(f"The episode is over: {error}.", 0.0, True)
         self.close()
         reward = self.judge.share(self._task, self.changes)
         if not self.share_of_tests:
             reward = float(reward == 1)
-        return Step(told.output, reward, True)
+        return Step(result.output, reward, True)
 
     def possible(self) -> tuple[list[str], str]:
         return [], "Python, such as print(apis.supervisor.show_profile())"
@@ -100,14 +107,14 @@ class AppWorld(Environment):
         self._episode = None
 
     def solution(self, task: dict) -> list[str]:
-        """The code of a task's solution, a reply each."""
+        """Returns the code of a task's solution, one item per reply."""
         return task["code"] if "code" in task else data.solution(self.judge.root, task["start"])
 
 
 def code_of(reply: str) -> str | None:
-    """The first block of Python in a reply, also one that does not end; None: there is none."""
-    found = re.search(r"```python\n(.*?)(?:```|\Z)", reply, re.DOTALL)
-    return found[1].strip() if found else None
+    """Returns the first block of Python in a reply, or None. Its closing fence may be missing."""
+    match = re.search(r"```python\n(.*?)(?:```|\Z)", reply, re.DOTALL)
+    return match[1].strip() if match else None
 
 
 def block(code: str) -> str:

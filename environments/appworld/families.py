@@ -1,7 +1,7 @@
-"""What the tasks of the small world ask for: a family a function, which draws one for a person.
+"""The task families of the small AppWorld. Each is a function that draws a task for a person.
 
-A person is what `small.py` has filed about one in the apps. The code of a solution is a list of
-steps with one call each, as an agent would write them, a reply a step.
+A person is a dict with the contacts, alarms and notes that `small.py` has recorded in the apps. The
+code of a solution is a list of steps with one call each, one reply per step.
 """
 
 import random
@@ -11,7 +11,7 @@ LOOK = ('passwords = {row["account_name"]: row["password"]'
         " for row in apis.supervisor.show_account_passwords()}\nprint(passwords)")
 ALARMS = "alarms = apis.phone.show_alarms(access_token=token, page_limit=20)\nprint(alarms)"
 DONE = "apis.supervisor.complete_task()"
-TELL = "apis.supervisor.complete_task(answer=answer)"
+ANSWER = "apis.supervisor.complete_task(answer=answer)"
 HOURS = [f"{hour:02}:{minute:02}" for hour in range(4, 23) for minute in (5, 20, 35, 50)]
 JOBS = ("Water the ferns", "Call the dentist", "Feed the cat", "Take the bins out",
         "Stretch", "Start the bread", "Read to Mika", "Check the oven", "Walk the dog",
@@ -24,8 +24,16 @@ LINES = ("bring two blankets", "ask about the ladder", "order it before Friday",
 
 @dataclass
 class Draft:
-    """A task before it is filed. wants: table -> what changes there: `added`, fields of each;
-    `updated`, id -> fields."""
+    """A task before its files are written.
+
+    Attributes:
+        text: The instruction.
+        apps: Apps that the solution uses.
+        steps: Code of the solution, one item per reply.
+        wants: Changes that the solution must make: table -> `added`, a list of the fields of each
+            new record, or `updated`, id -> new fields.
+        answer: Answer to give, or None.
+    """
     text: str
     apps: list[str]
     steps: list[str]
@@ -39,7 +47,7 @@ def login(app: str, person: dict) -> str:
             '["access_token"]')
 
 
-def found_contact(name: str) -> str:
+def find_contact(name: str) -> str:
     return (f'people = apis.phone.search_contacts(access_token=token, query="{name}")\n'
             f'print(people)\nfriend = next(row for row in people if row["first_name"] == "{name}")')
 
@@ -64,7 +72,7 @@ def alarm_count(person: dict, rng: random.Random) -> Draft:
     return Draft(
         f"How many alarms on my phone are set to a time {side} {hour}?", ["phone"],
         [LOOK, login("phone", person),
-         f'{ALARMS}\nanswer = sum(row["time"] {sign} "{hour}" for row in alarms)', TELL],
+         f'{ALARMS}\nanswer = sum(row["time"] {sign} "{hour}" for row in alarms)', ANSWER],
         answer=sum(time < hour if side == "before" else time > hour for time in times))
 
 
@@ -74,8 +82,8 @@ def contact_number(person: dict, rng: random.Random) -> Draft:
     return Draft(
         f"What is the phone number of {name} {contact['last_name']}, one of my contacts?",
         ["phone"],
-        [LOOK, login("phone", person), f'{found_contact(name)}\nanswer = friend["phone_number"]',
-         TELL], answer=contact["phone_number"])
+        [LOOK, login("phone", person), f'{find_contact(name)}\nanswer = friend["phone_number"]',
+         ANSWER], answer=contact["phone_number"])
 
 
 def note_more(person: dict, rng: random.Random) -> Draft:
@@ -113,7 +121,7 @@ def number_noted(person: dict, rng: random.Random) -> Draft:
         f'Write a note with the title "{title}" whose content is the phone number of '
         f"{name} {contact['last_name']}, nothing else; my phone's contacts have it.",
         ["phone", "simple_note"],
-        [LOOK, login("phone", person), found_contact(name), login("simple_note", person),
+        [LOOK, login("phone", person), find_contact(name), login("simple_note", person),
          f'print(apis.simple_note.create_note(access_token=token, title="{title}", '
          'content=friend["phone_number"]))', DONE],
         {"simple_note.Note": dict(added=[dict(title=title, content=contact["phone_number"])])})

@@ -1,8 +1,11 @@
-"""Shuts a process in, for code that a model wrote: it sees the files it is shown, for reading, and
-an empty folder of its own; no network, no other process; it cannot start one, nor ask for rights.
+"""Isolates a process that runs code written by a model.
 
-For Linux alone, by its namespaces, and by libseccomp's filter of system calls. As root or not: then
-in a user namespace, which the machine must allow. OSError says what it does not allow.
+The process can read the given paths and write to empty folders of its own. It has no network, sees
+no other process, and can neither start one nor gain privileges.
+
+This needs Linux: it uses namespaces, and a seccomp filter of system calls, which libseccomp
+installs. A user other than root also needs permission to create user namespaces. An OSError names
+the step that the machine does not allow.
 """
 
 import ctypes
@@ -17,69 +20,74 @@ NEW_MOUNTS, NEW_NAMES, NEW_IPC, NEW_USER = 0x20000, 0x4000000, 0x8000000, 0x1000
 NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
-DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # of prctl
-SIZE = 128 << 20  # bytes of the folder of its own, and of a file [ours]
-FILES = 10_000    # there [ours]
-OPEN = 256        # files that are open at a time [ours]
-THREADS = 200     # [ours]
-USERS = 60_000    # from here on 4,000 numbers of users that systems leave unused
+DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # options of prctl
+SIZE = 128 << 20      # bytes of its own folders together, and of one file [ours]
+MAX_FILES = 10_000    # files and folders in them [ours]
+MAX_OPEN = 256        # files open at a time [ours]
+MAX_THREADS = 200     # threads at a time [ours]
+FIRST_USER = 60_000   # the first of 4,000 user ids that systems leave unused
 
-NOT_EQUAL, MASKED = 1, 7  # how libseccomp compares an argument
-INT = 0xFFFFFFFF          # the half of one that the kernel reads as a number
-REFUSED = (  # (call, argument's number, how it is compared, two values); or the call alone
-    # what starts processes, or reaches others and their namespaces
+NOT_EQUAL, MASKED = 1, 7  # libseccomp's comparisons of an argument
+INT = 0xFFFFFFFF          # mask of the lower half of an argument, which the kernel reads as an int
+# System calls that fail: (name,), or (name, index of an argument, comparison, two values) if the
+# call fails only with such an argument.
+DENIED = (
+    # calls that start processes, or that reach other processes and their namespaces
     ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
-    ("clone", 0, MASKED, 0x10000, 0),            # all but a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # which stays as it is
-    # a filter of its own, which may kill one thread and leave the others waiting for it
+    ("clone", 0, MASKED, 0x10000, 0),            # anything but a thread
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # this option must stay set
+    # a filter of its own, which could kill one thread while the others wait for it
     ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
-    ("socket", 0, NOT_EQUAL, 1, 0),              # all but AF_UNIX, as a pair
+    ("socket", 0, NOT_EQUAL, 1, 0),              # any family but AF_UNIX, which socketpair uses
     # memory that no limit counts
     ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
-    # keys, which stay when a process has ended
+    # keys, which outlive the process
     ("add_key",), ("request_key",), ("keyctl",),
     # the kernel's own engines
     ("bpf",), ("perf_event_open",), ("userfaultfd",),
-    # its limits, by which it could have itself killed as if from outside; it may ask for them
+    # its resource limits: with them it could get itself killed as if from outside; reading them
+    # is allowed
     ("setrlimit",), ("prlimit64", 2, NOT_EQUAL, 0, 0))
-NEWER = range(424, 600)  # calls of one number on all machines; libraries do without them
+# Newer system calls, which have one number on all architectures. Libraries do without them.
+NEWER = range(424, 600)
 
 
-def enter(shown: list[str], own: list[str], megabytes: int, report: int | None = None) -> None:
-    """Goes on in a new process that is shut in; the one that called waits for its end and ends.
+def enter(visible: list[str], own: list[str], megabytes: int, report: int | None = None) -> None:
+    """Continues in a new, isolated process. The calling process waits for it to end, and exits.
 
     Args:
-        shown: files and folders that it sees, where they are, for reading.
-        own: folders that it may write in, empty at first.
-        megabytes: of its address space.
-        report: the last file that is open: there the one that waits says "ended", unless somebody
-            outside has killed the new process.
+        visible: Files and folders that the process can read, under the same paths.
+        own: Folders that it may write to, empty at first.
+        megabytes: Limit of its address space.
+        report: The last open file descriptor. The waiting process writes "ended" to it, unless
+            something outside has killed the new process.
 
     Raises:
-        OSError: the machine allows one of the steps to nobody.
+        OSError: The machine does not allow one of the steps.
     """
-    user = USERS + os.getpid() % 4_000 if os.geteuid() == 0 else None
+    user = FIRST_USER + os.getpid() % 4_000 if os.geteuid() == 0 else None
     seccomp = ctypes.CDLL("libseccomp.so.2")
     separate(user is not None)
-    die_with_parent()  # a new user namespace has undone it
-    build(shown, own, user)
+    die_with_parent()  # again, since a new user namespace has cleared it
+    build_root(visible, own, user)
     if process := os.fork():
-        os.closerange(0, report or 1 << 16)  # else nobody could see the other's end
+        # Otherwise the client could not see that the new process has closed its files.
+        os.closerange(0, report or 1 << 16)
         _, status = os.waitpid(process, 0)
         if report and status != 9:
             os.write(report, b"ended")
         os._exit(0)
     if report:
         os.close(report)
-    os.setsid()  # else a signal to its group reaches other episodes
-    limit(megabytes, user)
-    give_up_rights(user)
+    os.setsid()  # otherwise a signal to its group would reach other episodes
+    set_limits(megabytes, user)
+    drop_privileges(user)
     die_with_parent()
     filter_calls(seccomp)
 
 
 def call(name: str, *arguments) -> None:
-    """A function of the C library by its name; OSError where it fails."""
+    """Calls a function of the C library by its name. Raises OSError if it fails."""
     arguments = [text.encode() if isinstance(text, str) else text for text in arguments]
     if getattr(LIBC, name)(*arguments):
         error = ctypes.get_errno()
@@ -91,36 +99,37 @@ def die_with_parent() -> None:
 
 
 def separate(root: bool) -> None:
-    """New namespaces: mounts, network, processes and names of its own."""
+    """Enters new namespaces of mounts, network, processes, IPC and host names."""
     user, group = os.geteuid(), os.getegid()
-    wanted = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS | NEW_IPC | NEW_NAMES
-    call("unshare", wanted if root else wanted | NEW_USER)
-    if not root:  # in its user namespace it is root, which may mount there
+    namespaces = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS | NEW_IPC | NEW_NAMES
+    call("unshare", namespaces if root else namespaces | NEW_USER)
+    if not root:  # become root of the user namespace, who may mount there
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"),
                            ("gid_map", f"0 {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
 
 
-def build(shown: list[str], own: list[str], user: int | None) -> None:
-    """A root folder with nothing in it but what is shown and what is its own, a user's."""
-    base = "/proc"  # nothing that is shown lies there; no other process sees what is mounted
+def build_root(visible: list[str], own: list[str], user: int | None) -> None:
+    """Builds a root folder that holds only the visible paths and the writable folders, which belong
+    to `user`."""
+    base = "/proc"  # no visible path lies there, and no other process sees this mount
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
-    most = f"size={SIZE},nr_inodes={FILES},mode=755"
-    call("mount", "none", base, "tmpfs", NO_SUID | NO_DEVICES, most)
-    for path in shown:
-        place = base + path
+    limits = f"size={SIZE},nr_inodes={MAX_FILES},mode=755"
+    call("mount", "none", base, "tmpfs", NO_SUID | NO_DEVICES, limits)
+    for path in visible:
+        target = base + path
         if os.path.isdir(path):
-            os.makedirs(place, exist_ok=True)
+            os.makedirs(target, exist_ok=True)
         else:
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            open(place, "w").close()
-        call("mount", path, place, None, BIND, None)
-        kept = os.statvfs(path).f_flag & NO_EXEC  # no user namespace may take it away
-        flags = REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | kept
-        call("mount", None, place, None, flags, None)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            open(target, "w").close()
+        call("mount", path, target, None, BIND, None)
+        no_exec = os.statvfs(path).f_flag & NO_EXEC  # a user namespace may not clear this flag
+        flags = REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | no_exec
+        call("mount", None, target, None, flags, None)
     for path in own:
-        os.makedirs(base + path, exist_ok=True)  # also one that holds what is shown
+        os.makedirs(base + path, exist_ok=True)  # it may also hold a visible path
         if user is not None:
             os.chown(base + path, user, user)
     os.mkdir(f"{base}/old")
@@ -130,20 +139,21 @@ def build(shown: list[str], own: list[str], user: int | None) -> None:
     os.rmdir("/old")
 
 
-def limit(megabytes: int, user: int | None) -> None:
-    most = {resource.RLIMIT_AS: megabytes << 20, resource.RLIMIT_FSIZE: SIZE,
-            resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: OPEN}
+def set_limits(megabytes: int, user: int | None) -> None:
+    limits = {resource.RLIMIT_AS: megabytes << 20, resource.RLIMIT_FSIZE: SIZE,
+            resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN}
     version = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
-    if user is not None or tuple(map(int, version)) >= (5, 14):  # before, all of a person's count
-        most[resource.RLIMIT_NPROC] = THREADS
-    for what, value in most.items():
-        resource.setrlimit(what, (value, value))
+    # Before Linux 5.14 the limit counts all processes of the user outside, too.
+    if user is not None or tuple(map(int, version)) >= (5, 14):
+        limits[resource.RLIMIT_NPROC] = MAX_THREADS
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
 
 
-def give_up_rights(user: int | None) -> None:
-    """Becomes a user without rights, or root of nothing."""
+def drop_privileges(user: int | None) -> None:
+    """Drops all capabilities and, if it is root outside, becomes an unused user."""
     for capability in range(64):
-        LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # those beyond the last one fail
+        LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # numbers beyond the last one fail
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -152,19 +162,23 @@ def give_up_rights(user: int | None) -> None:
 
 
 def filter_calls(seccomp: ctypes.CDLL) -> None:
-    """Installs the filter of system calls: from here on the process may start threads, but no
-    process, and make no socket that has a network; and no program that it starts has more rights.
-    A call by another architecture's numbers (32-bit, x32) kills the process with all threads."""
-    allow, refuse, kill_process, other_architecture = 0x7FFF0000, 0x50000, 0x80000000, 2
+    """Installs the filter of system calls.
+
+    From here on the process may start threads, but no process, and cannot open a socket with a
+    network. libseccomp also sets no_new_privs, so no program gains privileges. A call with the
+    numbers of another architecture (32-bit, x32) kills the whole process. libseccomp's default
+    would kill only the calling thread, and the other threads would wait until the time limit.
+    """
+    allow, deny, kill_process, other_architecture = 0x7FFF0000, 0x50000, 0x80000000, 2
     seccomp.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(seccomp.seccomp_init(allow))
-    done = [seccomp.seccomp_attr_set(rules, other_architecture, ctypes.c_uint32(kill_process))]
-    done += [seccomp.seccomp_rule_add_array(rules, refuse | errno.ENOSYS, number, 0, None)
-            for number in NEWER]
-    for name, *compared in REFUSED:
+    failures = [seccomp.seccomp_attr_set(rules, other_architecture, ctypes.c_uint32(kill_process))]
+    failures += [seccomp.seccomp_rule_add_array(rules, deny | errno.ENOSYS, number, 0, None)
+                 for number in NEWER]
+    for name, *comparison in DENIED:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
-        told = struct.pack("IIQQ", *compared) if compared else None
-        done.append(seccomp.seccomp_rule_add_array(
-            rules, refuse | errno.EPERM, number, len(compared) // 4, told))
-    if any([*done, seccomp.seccomp_load(rules)]):
-        raise OSError("libseccomp does not load the filter")
+        packed = struct.pack("IIQQ", *comparison) if comparison else None
+        failures.append(seccomp.seccomp_rule_add_array(
+            rules, deny | errno.EPERM, number, len(comparison) // 4, packed))
+    if any([*failures, seccomp.seccomp_load(rules)]):
+        raise OSError("libseccomp cannot load the filter")

@@ -1,103 +1,125 @@
-"""What code leaves in the apps, and whether that is what it had to leave."""
+"""Judges what an agent's code has changed in the apps."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from environments.appworld import data
-from environments.appworld.processes import Episode, Gone, server
+from environments.appworld.processes import Episode, ProcessEnded, server
 from envs import EnvError
 
 
 @dataclass
 class Trace:
-    """What a solution did. For each part of its code: what it printed, the calls that it made,
-    [APP.API, arguments], and whether the apps changed."""
+    """The record of a solution that was run part by part.
+
+    Attributes:
+        outputs: The output of each part.
+        calls: The calls of each part, a list of [APP.API, arguments].
+        changed: For each part, True if it changed the apps.
+        changes: All changes at the end, file -> text, as an episode saves them.
+        done: True if the solution completed the task.
+        process_error: The reason why the process ended before the solution did, or None. With a
+            reason, the effect of the solution is unknown.
+    """
     outputs: list[str] = field(default_factory=list)
     calls: list[list] = field(default_factory=list)
     changed: list[bool] = field(default_factory=list)
-    changes: dict[str, str] = field(default_factory=dict)  # at its end, as an episode saves them
-    done: bool = False  # whether it completed the task
-    gone: str | None = None  # why its process ended before it; then nobody knows what it does
+    changes: dict[str, str] = field(default_factory=dict)
+    done: bool = False
+    process_error: str | None = None
 
 
 class Judge:
-    """Plays solutions and compares ends, each in a process of its own.
+    """Runs solutions and compares the final states of episodes, each in a process of its own.
 
     Args:
-        python: the interpreter that has the package.
-        root: the folder of AppWorld's `data`.
+        python: The interpreter that has the package.
+        root: The folder that holds AppWorld's `data`.
     """
 
     def __init__(self, python: str, root: Path):
         self.python = python
         self.root = root
-        self._ends = {}  # a task made in training -> the trace of its own code
+        self._traces = {}  # a task made in training -> the trace of its own code
 
-    def begin(self, task: dict) -> Episode:
+    def start_episode(self, task: dict) -> Episode:
         return Episode(server(self.python, self.root), task["start"], task.get("text"))
 
     def trace(self, task: dict, code: list[str]) -> Trace:
-        """What code does in an episode of its own, part after part, to the end of the task."""
-        found = Trace()
-        episode = self.begin(task)
+        """Runs the parts of a solution in a new episode until the task is completed, and returns
+        their trace."""
+        trace = Trace()
+        episode = self.start_episode(task)
         try:
             before = episode.changes()
             for part in code:
-                told = episode.run(part)
-                found.changes = episode.changes()
-                found.outputs.append(told.output)
-                found.calls.append(told.calls)
-                found.changed.append(of_apps(found.changes) != of_apps(before))
-                before = found.changes
-                if told.done:
-                    found.done = True
+                result = episode.run(part)
+                trace.changes = episode.changes()
+                trace.outputs.append(result.output)
+                trace.calls.append(result.calls)
+                trace.changed.append(changes_of_apps(trace.changes) != changes_of_apps(before))
+                before = trace.changes
+                if result.done:
+                    trace.done = True
                     break
-        except Gone as error:
-            found.gone = str(error)
-            return found
+        except ProcessEnded as error:
+            trace.process_error = str(error)
+            return trace
         episode.end()
-        return found
+        return trace
 
-    def compare(self, start: str, one: dict, other: dict) -> dict:
-        """Of two ends of a start state: whether the `apps` are the same, and the `answer`; `error`
-        where they cannot be compared."""
-        return server(self.python, self.root).once("compare", start, changes=[one, other])
+    def compare(self, start: str, first: dict, second: dict) -> dict:
+        """Compares the final states of two episodes with the same start state.
+
+        Args:
+            start: Id of the task whose start state it is.
+            first: The changes of one episode.
+            second: The changes of the other episode.
+
+        Returns:
+            `apps` and `answer`, each True if both episodes end with the same, or `error` if they
+            cannot be compared.
+        """
+        return server(self.python, self.root).run_once("compare", start, changes=[first, second])
 
     def share(self, task: dict, changes: dict[str, str]) -> float:
-        """The share of a task's tests that pass on what an episode has left. Of a task made in
-        training they are two: the apps, and the answer, are as after its own code."""
-        test = self._alike if "code" in task else self._tests
-        told = test(task, changes)
-        if "error" not in told:
-            return told["passed"] / told["tests"]
-        # Either the changes are none that the package can read, so that the episode has failed, or
-        # nothing can be judged here.
-        told = test(task, data.start_changes(self.root, task["start"]))
-        if "error" in told:
-            raise EnvError(f"appworld: {task['start']} can't be judged: {told['error']}")
+        """Returns the share of a task's tests that pass on the changes of an episode.
+
+        A task made in training has two tests: the apps and the answer must be the same as after its
+        own code. Raises EnvError if not even the start state can be judged.
+        """
+        test = self._compare_with_own_code if "code" in task else self._run_tests
+        result = test(task, changes)
+        if "error" not in result:
+            return result["passed"] / result["tests"]
+        # Either the package cannot read the changes, so the episode has failed, or judging itself
+        # does not work here. The start state shows which.
+        result = test(task, data.start_changes(self.root, task["start"]))
+        if "error" in result:
+            raise EnvError(f"appworld: {task['start']} can't be judged: {result['error']}")
         return 0.0
 
-    def _tests(self, task: dict, changes: dict[str, str]) -> dict:
-        return server(self.python, self.root).once("judge", task["start"], changes=changes)
+    def _run_tests(self, task: dict, changes: dict[str, str]) -> dict:
+        return server(self.python, self.root).run_once("judge", task["start"], changes=changes)
 
-    def _alike(self, task: dict, changes: dict[str, str]) -> dict:
+    def _compare_with_own_code(self, task: dict, changes: dict[str, str]) -> dict:
         key = repr(task)
-        if key not in self._ends:
-            found = self.trace(task, task["code"])
-            if found.gone is not None:  # the machine may be busy, which is no agent's failure
+        if key not in self._traces:
+            trace = self.trace(task, task["code"])
+            if trace.process_error is not None:  # the machine may be busy, so no agent has failed
                 raise EnvError(
-                    f"appworld: the code of a task made on {task['start']} is not played to its "
-                    f"end: {found.gone}; give fewer --slots, or --verify true")
-            self._ends[key] = found
-        if not self._ends[key].done:
-            return dict(passed=0, tests=2)  # where nobody has verified it
-        told = self.compare(task["start"], self._ends[key].changes, changes)
-        if "error" in told:
-            return told
-        return dict(passed=told["answer"] + told["apps"], tests=2)
+                    f"appworld: the code of a task made on {task['start']} did not run to its end: "
+                    f"{trace.process_error}; give fewer --slots, or --verify true")
+            self._traces[key] = trace
+        if not self._traces[key].done:
+            return dict(passed=0, tests=2)  # possible if the task was not verified
+        result = self.compare(task["start"], self._traces[key].changes, changes)
+        if "error" in result:
+            return result
+        return dict(passed=result["answer"] + result["apps"], tests=2)
 
 
-def of_apps(changes: dict[str, str]) -> dict[str, str]:
-    """Changes without those of the task itself, its state and answer."""
+def changes_of_apps(changes: dict[str, str]) -> dict[str, str]:
+    """Returns the changes without those of the task itself, which are its state and answer."""
     return {file: text for file, text in changes.items()
             if file.endswith(".jsonl") and file != "supervisor.jsonl"}

@@ -1,8 +1,10 @@
-"""Makes the small world, in AppWorld's own format: `python small.py FOLDER`, by an interpreter that
-has the package. It imports nothing else of this project; two runs make the same files.
+"""Makes the small AppWorld, in AppWorld's own format: `python small.py FOLDER`.
 
-Twelve people sign up at three apps and file contacts, notes and alarms, all through the apps'
-public interfaces. Only the rows of a task's owner, which have none, are written as such.
+It runs under the interpreter that has the package, and imports nothing of this project but
+`families.py`. Two runs make the same files.
+
+Twelve people sign up at three apps and record contacts, notes and alarms, all through the apps'
+public APIs. Only the records of a task's owner are written directly, since no API writes them.
 """
 
 import json
@@ -30,12 +32,13 @@ from families import HOURS, IDEAS, JOBS, LINES, SEEN, UNSEEN, Draft  # noqa: E40
 
 PEOPLE = ("Ada Quist", "Bela Norr", "Cleo Varga", "Dina Holt", "Emil Sato", "Fay Lund",
           "Gus Perrin", "Hana Brook", "Ivo Castell", "Jun Madsen", "Kira Fenn", "Leo Tamm")
+FIELDS = ("first_name", "last_name", "email", "phone_number")  # of a contact, and of an owner
 HOME = ":memory:small"
-FILED = datetime(2024, 2, 1, 9)   # when the people filed what they have
-TODAY = datetime(2024, 3, 4, 10)  # when the tasks are given
-SCENARIOS = {  # split -> how many of each of which families
+RECORDED = datetime(2024, 2, 1, 9)  # the time of all contacts, notes and alarms
+TODAY = datetime(2024, 3, 4, 10)    # the time of the tasks
+SCENARIOS = {  # split -> (task families, number of scenarios of each family)
     "train": (SEEN, 6), "validation": (SEEN, 3), "test": (SEEN, 3), "unseen": (UNSEEN, 7)}
-VARIANTS = 3  # tasks of a scenario, as in the official data
+VARIANTS = 3  # tasks per scenario, as in the official data
 EVALUATION = '''\
 import json
 
@@ -73,7 +76,16 @@ TESTS = re.findall(r'with test\("(.+)"\)', EVALUATION)
 
 
 def sign_up(call, name: str, number: int) -> dict:
-    """A person with accounts; the code that confirms one comes by email."""
+    """Signs a person up at the apps and logs in. The note app confirms its account by email.
+
+    Args:
+        call: Function that calls an API: app, name of the API, arguments.
+        name: First and last name.
+        number: Number of the person, which the phone number and the passwords contain.
+
+    Returns:
+        The person: names, email, phone_number, passwords and tokens (app -> text).
+    """
     first, last = name.split()
     person = dict(first_name=first, last_name=last, phone_number=f"555{number:07}",
                   email=f"{first}.{last}@post.example.com".lower(), passwords={}, tokens={})
@@ -85,52 +97,53 @@ def sign_up(call, name: str, number: int) -> dict:
         if app == "simple_note":
             call(app, "verify_account", email=person["email"],
                  verification_code=emailed_code(call, person["tokens"]["gmail"]))
-        told = call(app, "login", username=person[login], password=password)
+        answer = call(app, "login", username=person[login], password=password)
         person["passwords"][app] = password
-        person["tokens"][app] = told["access_token"]
+        person["tokens"][app] = answer["access_token"]
     return person
 
 
 def emailed_code(call, token: str) -> str:
-    """The code in the newest email."""
+    """Returns the verification code in the newest email."""
     threads = call("gmail", "show_inbox_threads", access_token=token)
-    newest = max(thread["email_thread_id"] for thread in threads)  # time stands still
-    told = call("gmail", "show_thread", access_token=token, email_thread_id=newest)
-    return re.search(r"code is: (\S+)", told["emails"][-1]["body"])[1]
+    newest = max(thread["email_thread_id"] for thread in threads)  # all emails have the same time
+    answer = call("gmail", "show_thread", access_token=token, email_thread_id=newest)
+    return re.search(r"code is: (\S+)", answer["emails"][-1]["body"])[1]
 
 
-def belongings(call, person: dict, people: list[dict], rng: random.Random) -> None:
-    """Files contacts, alarms and notes for a person, and keeps what was filed."""
+def add_records(call, person: dict, people: list[dict], rng: random.Random) -> None:
+    """Creates contacts, alarms and notes of a person in the apps, and adds them to the dict."""
     person |= dict(contacts=[], alarms=[], notes=[])
 
-    def file(kept: str, app: str, api: str, **row) -> None:
-        told = call(app, api, access_token=person["tokens"][app], **row)
-        id = f"{kept.removesuffix('s')}_id"
-        person[kept].append(row | {id: told[id]})
+    def create(kind: str, app: str, api: str, **row) -> None:
+        answer = call(app, api, access_token=person["tokens"][app], **row)
+        id = f"{kind.removesuffix('s')}_id"
+        person[kind].append(row | {id: answer[id]})
 
     others = [other for other in people if other is not person]
     for other in rng.sample(others, 7):
-        known = {name: other[name] for name in ("first_name", "last_name", "email", "phone_number")}
-        file("contacts", "phone", "add_contact", relationships=["friend"], **known)
+        fields = {name: other[name] for name in FIELDS}
+        create("contacts", "phone", "add_contact", relationships=["friend"], **fields)
     for label in rng.sample(JOBS, rng.randint(4, 7)):
-        file("alarms", "phone", "create_alarm", label=label, time=rng.choice(HOURS))
+        create("alarms", "phone", "create_alarm", label=label, time=rng.choice(HOURS))
     for title in rng.sample(IDEAS, 6):
         content = "\n".join(rng.sample(LINES, 2))
-        file("notes", "simple_note", "create_note", title=title, content=content)
+        create("notes", "simple_note", "create_note", title=title, content=content)
 
 
 def write(path: Path, content) -> None:
+    """Writes content to a file, as JSON if its name ends so."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) if path.suffix == ".json" else content)
 
 
-def file_task(data: Path, id: str, person: dict, draft: Draft) -> None:
-    """Writes a task: its owner's rows over the people's databases, text, tests, solution."""
-    CachedDBHandler.reset("/supervisor.db")  # of the task before
+def write_task(data: Path, id: str, person: dict, draft: Draft) -> None:
+    """Writes a task: its start state with its owner's records, its text, tests and solution."""
+    CachedDBHandler.reset("/supervisor.db")  # forget the owner of the task before
     models = ModelCollection.load(HOME, str(data / "base_dbs"), get_all_apps())
     supervisor = models.supervisor
-    known = {name: person[name] for name in ("first_name", "last_name", "email", "phone_number")}
-    owner = supervisor.Supervisor.create_save(**known, birthday="1990-01-01")
+    fields = {name: person[name] for name in FIELDS}
+    owner = supervisor.Supervisor.create_save(**fields, birthday="1990-01-01")
     for app, password in person["passwords"].items():
         supervisor.AccountPassword.create_save(
             supervisor_id=owner.id, account_name=app, password=password)
@@ -139,15 +152,15 @@ def file_task(data: Path, id: str, person: dict, draft: Draft) -> None:
     folder = data / "tasks" / id
     models.save(str(folder / "dbs"), format="changes", save_model_hashes=True)
     write(folder / "specs.json", dict(
-        instruction=draft.text, supervisor=known, datetime=TODAY.isoformat(),
+        instruction=draft.text, supervisor=fields, datetime=TODAY.isoformat(),
         db_version=DB_VERSION))
     steps = "\n".join(draft.steps).replace("\n", "\n    ")
     for want in draft.wants.values():
-        if "updated" in want:  # JSON's names are no numbers
+        if "updated" in want:  # the keys of a JSON object cannot be numbers
             want["updated"] = sorted(want["updated"].items())
     truth = {"public_data": {}, "private_data": dict(wants=draft.wants), "answer": draft.answer,
              "required_apps": draft.apps, "api_calls": [],
-             # The package counts what is not said, with a formatter that it does not install.
+             # If a count is missing, the package needs a formatter that it does not install.
              "metadata": dict(mode="full", difficulty=1, num_apps=len(draft.apps),
                               num_apis=len(draft.steps), num_api_calls=len(draft.steps),
                               num_solution_code_lines=len(draft.steps)),
@@ -159,8 +172,8 @@ def file_task(data: Path, id: str, person: dict, draft: Draft) -> None:
     write(folder / "ground_truth/compiled_solution.py", solution)
 
 
-def file_documents(data: Path) -> None:
-    """Writes the documents of all interfaces, which the package makes of its code."""
+def write_documents(data: Path) -> None:
+    """Writes the documents of all APIs, which the package generates from its code."""
     names = tuple(get_all_apps(skip_admin=True))
     for app, documents in ApiDocCollection.build(names).items():
         marked = {api: document | dict(canary_string="") for api, document in documents.items()}
@@ -168,18 +181,18 @@ def file_documents(data: Path) -> None:
 
 
 def drafts(people: list[dict], rng: random.Random):
-    """(split, id, person, draft) of all tasks; no person is asked for the same thing twice."""
-    given = set()
+    """Yields (split, id, person, draft) of all tasks. No person has the same instruction twice."""
+    drawn = set()
     for split, (families, scenarios) in SCENARIOS.items():
         for family in families:
             name = family.__name__.replace("_", "-")
             for number in range(scenarios * VARIANTS):
-                asked = None
-                while asked is None or asked in given:
+                key = None
+                while key is None or key in drawn:
                     person = rng.choice(people)
                     draft = family(person, rng)
-                    asked = person["email"], draft.text
-                given.add(asked)
+                    key = person["email"], draft.text
+                drawn.add(key)
                 scenario, variant = divmod(number, VARIANTS)
                 yield split, f"{name}-{split}-{scenario + 1}_{variant + 1}", person, draft
 
@@ -187,19 +200,20 @@ def drafts(people: list[dict], rng: random.Random):
 def make(data: Path) -> None:
     rng = random.Random("AppWorld's small world")
     models = ModelCollection.load(HOME, HOME, get_all_apps(), create_db=True)
-    requester = Requester(HOME, HOME, FILED, load_apps=get_all_apps(), raise_on_failure=True)
+    requester = Requester(HOME, HOME, RECORDED, load_apps=get_all_apps(), raise_on_failure=True)
     call = requester.request
-    CompanyNotifier("Simple Note").create_accounts(on_phone=False)  # it emails the codes
+    # The account from which verification codes are emailed
+    CompanyNotifier("Simple Note").create_accounts(on_phone=False)
     people = [sign_up(call, name, number) for number, name in enumerate(PEOPLE, 1)]
     for person in people:
-        belongings(call, person, people, rng)
+        add_records(call, person, people, rng)
     models.save(str(data / "base_dbs"), save_model_hashes=True)
-    file_documents(data)
+    write_documents(data)
     CachedDBHandler.reset()
 
     splits = {split: [] for split in SCENARIOS}
     for split, id, person, draft in drafts(people, rng):
-        file_task(data, id, person, draft)
+        write_task(data, id, person, draft)
         splits[split].append(id)
     for split, ids in splits.items():
         write(data / "datasets" / f"{split}.txt", "\n".join(ids) + "\n")

@@ -1,4 +1,4 @@
-"""BFCL v3 multi-turn, on the simulators of the package bfcl-eval."""
+"""BFCL: the multi-turn tasks of BFCL v3, on the simulators of the package bfcl-eval."""
 
 import dataclasses
 from typing import Literal
@@ -8,19 +8,20 @@ import environments
 
 @dataclasses.dataclass(frozen=True)
 class Options(environments.Options):
-    # category of BFCL's multi-turn tasks, or all four [ours]
+    # category of BFCL's multi-turn tasks, or "all" for the four of them [ours]
     bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = "base"
-    # ours: 100 tasks of a category train, 20 validate, 80 test; published: all 200 test, so that
-    # start states of the training are among them [ours]
+    # splits of a category: "ours" has 100 tasks for training, 20 for validation and 80 for testing;
+    # "published" tests all 200, so that training and test tasks share start states [ours]
     bfcl_split: Literal["ours", "published"] = "ours"
-    # all: 1 where every turn passes BFCL's checks, else 0, so that failures tie and co-evolution
-    # has no pairs of failures; turns: the share of turns that pass [BFCL, ours]
+    # reward: "all" is 1 if every turn passes BFCL's checks and otherwise 0, so that failures tie
+    # and co-evolution has no pairs of failures; "turns" is the share of turns that pass
+    # [BFCL; "turns" is ours]
     bfcl_reward: Literal["all", "turns"] = "all"
 
     presets = {
-        # Openings have up to 29,000 characters.
+        # The opening of an episode has up to 29,000 characters.
         "": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
-        # The base category fits whole, and 128 tokens hold the longest reply of a ground truth.
+        # All episodes of the base category fit, and 128 tokens hold the longest reply of an expert.
         "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, view="short",
                         bfcl_reward="turns", max_tokens=4096, max_new_tokens=128, slots=8,
                         gradient_checkpointing="on"),

@@ -1,7 +1,8 @@
-"""From what an agent wrote to what its calls return: no text of a model is ever evaluated.
+"""Parses the calls in a reply and runs them on the simulators, without evaluating any text.
 
-A call is JSON; its name is looked up among the documented functions of the task's simulators, and
-the method is called with the arguments by name. What cannot be is a result that says so.
+A call is JSON. Its name is looked up among the documented functions of the task's simulators, and
+the method is called with the arguments by name. If a call cannot be made, its result is an error
+text.
 """
 
 import copy
@@ -27,19 +28,19 @@ FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with th
         "function and its arguments by name")
 DONE = "That is done."
 MISSING = "I cannot do this yet: a function or a value that I would need is missing."
-MOST_REPLIES = 20       # with calls, in one turn of the user [BFCL]
-MOST_CALLS = 50         # of a reply, also blocks; ground truths have at most 34 in a turn [ours]
-LONGEST = 100_000       # characters of a reply with calls [ours]
-DEEPEST = 20            # of lists and objects in arguments [ours]
+MAX_REPLIES = 20        # replies with calls, in one turn of the user [BFCL]
+MAX_CALLS = 50          # calls, or blocks, of a reply; ground truths have up to 34 a turn [ours]
+MAX_CHARACTERS = 100_000  # characters of a reply with calls [ours]
+MAX_DEPTH = 20          # depth of nested lists and objects in arguments [ours]
 TOO_DEEP = "nested too deeply"
-DIGITS = 20             # of a whole number in arguments [ours]
-PRECISION = 1000        # largest exponent, precision, number of decimal places [ours]
-MOST_PATHS = 5000       # of a file tree: the file system copies directories into themselves [ours]
+MAX_DIGITS = 20         # digits of a whole number in arguments [ours]
+MAX_PRECISION = 1000    # largest exponent, precision and number of decimal places [ours]
+MAX_PATHS = 5000        # paths of a file tree: a directory can be copied into itself [ours]
 LOCK = threading.Lock()  # the maths simulator sets the precision of the whole process
 
 
 class Clock(datetime):
-    """What two simulators take for the time: without today's date and the local time zone."""
+    """The clock of two simulators, which does not depend on today's date or the local time zone."""
 
     def timestamp(self):
         return datetime.timestamp(self.replace(tzinfo=timezone.utc))
@@ -53,36 +54,44 @@ class Clock(datetime):
         return cls(2024, 9, 1)
 
 
-trading_bot.CURRENT_TIME = Clock(2024, 9, 1, 10, 30)  # as it was
+trading_bot.CURRENT_TIME = Clock(2024, 9, 1, 10, 30)  # the value that it has in the package
 trading_bot.datetime = travel_booking.datetime = Clock
 
 
 def parse_calls(reply: str) -> list[dict | str]:
-    """The calls in a reply, in order; a text in place of one that cannot be made says why. They
-    stand in blocks <tool_call>...</tool_call>, else ```json ... ```, else the reply is nothing
-    else; each holds one call or a list. What a model thought, up to </think>, does not count."""
-    said = reply.rpartition("</think>")[2].partition("<think>")[0]
-    if OPEN in said:
-        blocks = [block.partition(CLOSE)[0] for block in said.split(OPEN)[1:] if CLOSE in block]
-    elif "```json" in said:
-        blocks = [block.partition("```")[0] for block in said.split("```json")[1:]]
+    """Returns the calls in a reply, in order.
+
+    Calls stand in blocks <tool_call>...</tool_call>. Without such a block they stand in blocks
+    ```json ... ```, and without these the whole reply is a call. A block holds one call or a list.
+    Reasoning up to </think> is skipped.
+
+    Returns:
+        Calls {name, arguments}. In place of a call that cannot be made there is an error text. The
+        list is empty if nothing in the reply is a call.
+    """
+    text = reply.rpartition("</think>")[2].partition("<think>")[0]
+    if OPEN in text:
+        blocks = [block.partition(CLOSE)[0] for block in text.split(OPEN)[1:] if CLOSE in block]
+    elif "```json" in text:
+        blocks = [block.partition("```")[0] for block in text.split("```json")[1:]]
     else:
-        blocks = [said]
-    found = []
-    for block in blocks[:MOST_CALLS + 1]:
-        found += _calls_in(block)
-    if all(call is None for call in found):
+        blocks = [text]
+    parsed = []
+    for block in blocks[:MAX_CALLS + 1]:
+        parsed += _calls_in(block)
+    if all(call is None for call in parsed):
         return []
-    if len(reply) > LONGEST:
-        return [f"the reply has {len(reply)} characters; at most {LONGEST} are read"]
-    calls = [f"not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
-    if len(found) > MOST_CALLS:
-        calls.append(f"not made; a reply has at most {MOST_CALLS} calls")
+    if len(reply) > MAX_CHARACTERS:
+        return [f"the reply has {len(reply)} characters; at most {MAX_CHARACTERS} are read"]
+    calls = [f"not a call; {FORM}" if call is None else call for call in parsed[:MAX_CALLS]]
+    if len(parsed) > MAX_CALLS:
+        calls.append(f"not made; a reply has at most {MAX_CALLS} calls")
     return calls
 
 
 def _calls_in(block: str) -> list[dict | str | None]:
-    """The calls in a block; None in place of what is none, a text for one that cannot be read."""
+    """Returns the calls in a block, with None for a value that is no call, and an error text for
+    one that cannot be parsed."""
     try:
         value = _from_json(block)
     except ValueError:
@@ -93,95 +102,102 @@ def _calls_in(block: str) -> list[dict | str | None]:
 
 
 def _from_json(text: str):
-    """The value of JSON text; a number of too many digits is none."""
-    def whole(digits):
-        return int(digits) if len(digits.lstrip("-")) <= DIGITS else math.nan
+    """Returns the value of JSON text. A whole number of too many digits becomes NaN."""
+    def parse_int(digits):
+        return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else math.nan
 
-    return json.loads(text, parse_int=whole)
+    return json.loads(text, parse_int=parse_int)
 
 
 def _as_call(value) -> dict | None:
-    """Name and arguments of a call in JSON, as bfcl-eval's own handlers read it: other keys do not
-    count, and arguments may be JSON text. None where it is none."""
+    """Returns the name and arguments of a call, or None if the value is no call.
+
+    Like bfcl-eval's own handlers, it ignores other keys, and the arguments may be JSON text.
+    """
     if not isinstance(value, dict) or not {"name", "arguments"} <= value.keys():
         return None
     arguments = value["arguments"]
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # else `problem` says what is wrong
+        with suppress(ValueError, RecursionError):  # otherwise `problem` returns the error
             arguments = _from_json(arguments)
     return {"name": value["name"], "arguments": arguments}
 
 
 def problem(call: dict) -> str | None:
-    """Why the values in a call are none that a simulator may be given; None if they may be."""
+    """Returns the reason why a call may not be passed to a simulator, or None if it may."""
     name, arguments = call["name"], call["arguments"]
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM
     for key in ("exponent", "precision", "decimal_places"):
-        with suppress(TypeError, ValueError, OverflowError):  # what is no number the simulator says
-            if abs(int(arguments.get(key))) > PRECISION:
-                return f"{key} must be a number of at most {PRECISION}"
-    if _deep(arguments, DEEPEST):
+        with suppress(TypeError, ValueError, OverflowError):  # the simulator rejects other types
+            if abs(int(arguments.get(key))) > MAX_PRECISION:
+                return f"{key} must be a number of at most {MAX_PRECISION}"
+    if _is_deeper(arguments, MAX_DEPTH):
         return TOO_DEEP
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         return "half of a surrogate pair is no character"
     except ValueError:
-        return f"a number that is infinite, none, or of more than {DIGITS} digits"
+        return f"a number that is infinite, none, or of more than {MAX_DIGITS} digits"
     return None
 
 
-def _deep(value, most: int) -> bool:
-    inside = (value.values() if isinstance(value, dict) else
-              value if isinstance(value, list) else ())
-    return most < 0 or any(_deep(item, most - 1) for item in inside)
+def _is_deeper(value, depth: int) -> bool:
+    """Returns True if lists and objects are nested more than `depth` times."""
+    items = (value.values() if isinstance(value, dict) else
+             value if isinstance(value, list) else ())
+    return depth < 0 or any(_is_deeper(item, depth - 1) for item in items)
 
 
 class Simulators:
-    """The simulators of a task, fresh from a start state; nobody else has these instances."""
+    """The simulators of an episode, in their start state. Episodes share no instances.
+
+    Args:
+        start: Key of the start state, CATEGORY-NUMBER.
+    """
 
     def __init__(self, start: str):
-        where = start_state(start)
-        self.instances = {name: simulator_class(name)() for name in where["classes"]}
+        state = start_state(start)
+        self.instances = {name: simulator_class(name)() for name in state["classes"]}
         for name, instance in self.instances.items():
-            if hasattr(instance, "_load_scenario"):  # the maths one has no state
-                instance._load_scenario(copy.deepcopy(where["config"].get(name, {})),
-                                        long_context=where["long_context"])
-        if where["long_context"]:  # it is shared by all instances of the process
+            if hasattr(instance, "_load_scenario"):  # the maths simulator has no state
+                instance._load_scenario(copy.deepcopy(state["config"].get(name, {})),
+                                        long_context=state["long_context"])
+        if state["long_context"]:  # the package shares the long texts between all instances
             self.instances = copy.deepcopy(self.instances)
         self.functions = {name: getattr(instance, name)
                           for simulator, instance in self.instances.items()
                           for name in documents(simulator)}
 
-    def knows(self, call: dict | str) -> bool:
-        """Whether a call of `parse_calls` is one of a function that is there."""
+    def has_function(self, call: dict | str) -> bool:
+        """Returns True if an item of `parse_calls` is a valid call of an existing function."""
         return not isinstance(call, str) and not problem(call) and call["name"] in self.functions
 
     def run(self, call: dict | str) -> str:
-        """What a call of `parse_calls` returns, as the package writes it."""
-        wrong = call if isinstance(call, str) else problem(call)
-        if wrong:
-            return f"Error: {wrong}"
+        """Makes a call of `parse_calls`, and returns its result as the package prints it."""
+        error = call if isinstance(call, str) else problem(call)
+        if error:
+            return f"Error: {error}"
         function = self.functions.get(call["name"])
         if function is None:
             return f"Error during execution: name {call['name'][:60]!r} is not defined"
         files = self.instances.get("GorillaFileSystem")
-        if files is function.__self__ and _paths(files) > MOST_PATHS:
-            return f"Error: beyond {MOST_PATHS} paths the file system takes no calls"
+        if files is function.__self__ and _count_paths(files) > MAX_PATHS:
+            return f"Error: beyond {MAX_PATHS} paths the file system takes no calls"
         with LOCK, mpmath.workdps(15), decimal.localcontext():
             try:
                 result = _in_order(function(**copy.deepcopy(call["arguments"])))
-                with suppress(Exception):  # as the package: JSON has no form for it
+                with suppress(Exception):  # like the package, if JSON cannot express the result
                     return json.dumps(result) if type(result) is dict else str(result)
                 return str(result)
-            except RecursionError:  # its text depends on who called whom
+            except RecursionError:  # its own text depends on the depth of the caller's stack
                 return "Error during execution: maximum recursion depth exceeded"
             except Exception as error:
                 return f"Error during execution: {error}"
 
     def states(self) -> str:
-        """All that the checks compare, and the directory one is in, as a text that can be kept."""
+        """Returns everything that the checks compare, and the current directory, as a text."""
         files = self.instances.get("GorillaFileSystem")
         try:
             return repr([(name, {key: value for key, value in vars(instance).items()
@@ -193,34 +209,38 @@ class Simulators:
 
 
 def _in_order(result):
-    """A result; one that prints a set, whose order differs between processes, in one order."""
+    """Returns a result with the sets that it prints in sorted order.
+
+    Two error texts print a set, and its order differs between processes.
+    """
     error = result.get("error") if type(result) is dict else None
-    for lead, end in (("Invalid fields for update: ", ""),
+    for start, end in (("Invalid fields for update: ", ""),
                       ("Invalid travel class. Must be one of {", "}")):
-        if isinstance(error, str) and error.startswith(lead):
-            words = sorted(error[len(lead):len(error) - len(end)].split(", "))
-            return {**result, "error": lead + ", ".join(words) + end}
+        if isinstance(error, str) and error.startswith(start):
+            words = sorted(error[len(start):len(error) - len(end)].split(", "))
+            return {**result, "error": start + ", ".join(words) + end}
     return result
 
 
-def _paths(files) -> int:
-    """Paths below the root, and below where one is, as far as MOST_PATHS."""
-    found, left = 0, [files.root, files._current_dir]
-    while left and found <= MOST_PATHS:
-        inside = getattr(left.pop(), "contents", {}).values()
-        found += len(inside)
-        left += inside
-    return found
+def _count_paths(files) -> int:
+    """Counts the paths below the root and below the current directory, up to MAX_PATHS."""
+    count, remaining = 0, [files.root, files._current_dir]
+    while remaining and count <= MAX_PATHS:
+        inside = getattr(remaining.pop(), "contents", {}).values()
+        count += len(inside)
+        remaining += inside
+    return count
 
 
 def failed(result: str) -> bool:
+    """Returns True if the result of a call is an error."""
     value = json_of(result)
     return (result.lstrip("[{'\" ").lower().startswith("error")
             or isinstance(value, dict) and "error" in value)
 
 
 def json_of(result: str):
-    """The value that a result is in JSON; None where it is not."""
+    """Returns the value of a result, or None if it is no JSON."""
     try:
         return json.loads(result)
     except (ValueError, RecursionError):
@@ -228,11 +248,18 @@ def json_of(result: str):
 
 
 def script(calls: list[list[dict]]) -> list[str]:
-    """The replies, MOST_REPLIES at most, of one who makes these calls and ends turns in words."""
+    """Returns the replies of an expert that makes these calls and ends each turn in words.
+
+    A turn has at most MAX_REPLIES replies with calls. If it has more calls, a reply holds several.
+    The reply that ends a turn is DONE, or MISSING if the ground truth has no call in the turn.
+
+    Args:
+        calls: For each turn the calls {name, arguments}.
+    """
     replies = []
     for turn in calls:
-        at_once = -(-len(turn) // MOST_REPLIES) or 1
-        replies += [as_reply(turn[n:n + at_once]) for n in range(0, len(turn), at_once)]
+        size = -(-len(turn) // MAX_REPLIES) or 1  # calls per reply
+        replies += [as_reply(turn[n:n + size]) for n in range(0, len(turn), size)]
         replies.append(DONE if turn else MISSING)
     return replies
 

@@ -1,4 +1,4 @@
-"""The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split."""
+"""Reads the multi-turn tasks of BFCL v3 from the package bfcl-eval, and splits them."""
 
 import ast
 import json
@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from environments import UsageError
 
-PACKAGE = "bfcl-eval==2026.3.23"  # others hold other ground truths
+PACKAGE = "bfcl-eval==2026.3.23"  # other versions have other ground truths
 
 try:
     if version("bfcl-eval") != PACKAGE.partition("==")[2]:
@@ -24,12 +24,13 @@ try:
         travel_booking,
     )
 except ImportError:
-    raise UsageError(f"bfcl: the package {PACKAGE} is not here; {sys.executable} -m pip install "
-                  f"--no-deps {PACKAGE}") from None
+    raise UsageError(f"bfcl: the package {PACKAGE} is missing; install it with {sys.executable} "
+                     f"-m pip install --no-deps {PACKAGE}") from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
-SIZES = {"train": 100, "validation": 20, "test": 80}  # of a category's 200 tasks [ours]
-MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"  # BFCL's
+SIZES = {"train": 100, "validation": 20, "test": 80}  # tasks of each category, of its 200 [ours]
+# BFCL's text for a turn that adds functions
+MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 
 
 def simulator_class(name: str) -> type:
@@ -38,7 +39,10 @@ def simulator_class(name: str) -> type:
 
 @lru_cache(None)
 def documents(name: str) -> dict[str, dict]:
-    """The functions of a simulator, by name: description, parameters, response."""
+    """Returns the documents of a simulator's functions by name.
+
+    A document is a dict with description, parameters and response.
+    """
     rows = _rows(f"multi_turn_func_doc/{backend.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]}")
     return {row["name"]: row for row in rows}
 
@@ -50,7 +54,7 @@ def _entries(category: str) -> dict[str, dict]:
 
 
 def start_state(key: str) -> dict:
-    """Where the episodes of CATEGORY-NUMBER start; the config is everybody's: copy it."""
+    """Returns the start state of the task CATEGORY-NUMBER. Its config is shared, so copy it."""
     category = key.rpartition("-")[0].replace("-", "_")
     entry = _entries(category)[key]
     return dict(classes=entry["involved_classes"], config=entry["initial_config"],
@@ -58,70 +62,76 @@ def start_state(key: str) -> dict:
 
 
 def functions(start: str) -> dict[str, dict]:
-    """Name -> document of the functions of a start state's simulators."""
+    """Returns the documents of all functions of a start state's simulators, by name."""
     return {name: row for simulator in start_state(start)["classes"]
             for name, row in documents(simulator).items()}
 
 
 def prose(document: dict) -> str:
-    """What a function does, without what its simulator is."""
+    """Returns the description of a function without that of its simulator."""
     return document["description"].rpartition("Tool description: ")[2].strip()
 
 
 @lru_cache(None)
 def tasks(category: str) -> dict[str, dict]:
-    """CATEGORY-NUMBER -> task. start: a key for `start_state`. turns: what the user says. calls:
-    the ground truth, for each turn a list of calls {name, arguments}; nothing is checked where it
-    is empty. hidden: turn -> functions that are documented from that turn on."""
+    """Returns the tasks of a category, CATEGORY-NUMBER -> task.
+
+    A task has `start`, a key for `start_state`; `turns`, the texts of the user; `calls`, the ground
+    truth, for each turn a list of calls {name, arguments}; and `hidden`, turn -> functions that are
+    documented only from that turn on. A turn without calls in the ground truth is not checked.
+    """
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
-    found = {}
+    tasks_by_key = {}
     for (key, entry), truth in zip(_entries(category).items(), truths):
-        known = functions(key)
-        found[key] = dict(
+        documented = functions(key)
+        tasks_by_key[key] = dict(
             start=key,
-            turns=[said[0]["content"] if said else MORE_FUNCTIONS for said in entry["question"]],
-            calls=[[as_json(call, known) for call in turn] for turn in truth["ground_truth"]],
+            turns=[messages[0]["content"] if messages else MORE_FUNCTIONS
+                   for messages in entry["question"]],
+            calls=[[as_json(call, documented) for call in turn] for turn in truth["ground_truth"]],
             hidden=entry.get("missed_function", {}))
-    return found
+    return tasks_by_key
 
 
-def as_json(call: str, known: dict[str, dict]) -> dict:
-    """A call of a ground truth, written in Python, as {name, arguments}; of literals alone."""
+def as_json(call: str, documented: dict[str, dict]) -> dict:
+    """Converts a call of a ground truth from Python to {name, arguments}. It has only literals."""
     node = ast.parse(call, mode="eval").body
-    names = known[node.func.id]["parameters"]["properties"]
-    given = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
+    names = documented[node.func.id]["parameters"]["properties"]
+    arguments = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
     return dict(name=node.func.id,
-                arguments={name: ast.literal_eval(value) for name, value in given})
+                arguments={name: ast.literal_eval(value) for name, value in arguments})
 
 
 @lru_cache(None)
 def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
-    """Split -> key -> task, in an order that mixes the domains; `test` is all 200 if published."""
-    wanted = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
-              for n in range(200)]
-    random.Random("the order of BFCL's tasks").shuffle(wanted)
-    sides, found = _sides(), {side: {} for side in SIZES}
-    for c, n in wanted:
+    """Returns split -> key -> task, in an order that mixes the domains. If `published`, `test` has
+    all 200 tasks of a category."""
+    order = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
+             for n in range(200)]
+    random.Random("the order of BFCL's tasks").shuffle(order)
+    split_of, by_split = _split_of_numbers(), {split: {} for split in SIZES}
+    for c, n in order:
         key = f"{c.replace('_', '-')}-{n}"
-        for side in {sides[n], "test"} if published else {sides[n]}:
-            found[side][key] = tasks(c)[key]
-    return found
+        for split in {split_of[n], "test"} if published else {split_of[n]}:
+            by_split[split][key] = tasks(c)[key]
+    return by_split
 
 
-def _sides() -> dict[int, str]:
-    """The side of each of the 200 numbers; SIZES of each, equal start states on one."""
+def _split_of_numbers() -> dict[int, str]:
+    """Returns the split of each of the 200 task numbers. The splits have the sizes in SIZES, and
+    tasks with equal start states are in the same split."""
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
-    alike = defaultdict(list)
+    same_start = defaultdict(list)
     for n, entry in enumerate(base):
-        alike[json.dumps(entry["initial_config"], sort_keys=True)].append(n)
-    groups = sorted(rng.sample(list(alike.values()), len(alike)),
+        same_start[json.dumps(entry["initial_config"], sort_keys=True)].append(n)
+    groups = sorted(rng.sample(list(same_start.values()), len(same_start)),
                     key=lambda group: base[group[0]]["involved_classes"])
-    sides = {}
+    split_of = {}
     for group in groups:
-        placed, done = Counter(sides.values()), len(sides) + len(group)
-        side = max(SIZES, key=lambda side: SIZES[side] / 200 * done - placed[side])
-        sides |= dict.fromkeys(group, side)
-    return sides
+        counts, total = Counter(split_of.values()), len(split_of) + len(group)
+        split = max(SIZES, key=lambda split: SIZES[split] / 200 * total - counts[split])
+        split_of |= dict.fromkeys(group, split)
+    return split_of
 
 
 def _rows(path: str) -> list[dict]:

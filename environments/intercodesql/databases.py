@@ -1,8 +1,9 @@
-"""The databases behind InterCodeSQL, and everything that keeps model-written SQL harmless.
+"""The databases of InterCodeSQL, with the checks and limits that keep model-written SQL harmless.
 
-`Sqlite` is embedded, `MySQL` on a MySQL or MariaDB server. `run(sql)` answers an agent, `ask(sql)`
-a gold query: with a list of row tuples, None where there is no result set, or an error text that
-starts with ERROR. Both only read, one statement at a time, within limits of time and size.
+The class `Sqlite` is a database in this process, and `MySQL` is one on a MySQL or MariaDB server.
+`run(sql)` runs an agent's query, and `execute(sql)` runs a gold query, without a check of its text.
+Both return a list of row tuples, None if there is no result set, or an error text that starts with
+ERROR. Queries only read, one statement at a time, within limits of time and size.
 """
 
 import calendar
@@ -19,19 +20,19 @@ from environments import UsageError
 from envs import EnvError
 
 ERROR = "Error executing query: "
-MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # of one result
-SECONDS = 2                                   # a query may run; in sqlite, of the CPU's time
-VM_STEPS = 10_000_000                         # and in sqlite so many, a count that is reproducible
-LOOK = 1_000                                  # steps after which both are looked at
+MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # limits of one result
+SECONDS = 2                                   # time limit of a query; in sqlite CPU time
+VM_STEPS = 10_000_000                         # limit of sqlite's steps, which is reproducible
+CHECK_STEPS = 1_000                           # steps between two checks of both limits
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
-DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer, or a server's rights
-REMEDY = "python -m environments.intercodesql.spider makes users that may only read"
+DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer or a server's privileges
+REMEDY = "python -m environments.intercodesql.spider makes users that can only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
 INSTALL = f"{sys.executable} -m pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
-# Texts, names in backticks and comments of a query. Comments that a server obeys are none.
+# String literals, names in backticks and comments. Comments that a server executes do not match.
 _BESIDE_CODE = re.compile(r"""
     (?P<text>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*")
   | `(?P<name>[^`]*)`
@@ -40,9 +41,9 @@ _BESIDE_CODE = re.compile(r"""
 _READS = re.compile(
     r"[\s(]*(?:select|with|desc|describe|explain|show\s+(?:full\s+)?(?:tables|columns|fields|index|"
     r"indexes|keys|databases|create\s+table))\b", re.I)
-# What a server's rights to read alone do not stop: to wait, to lock, to undo the limit of time, and
-# to see what others ask there.
-_REFUSED = re.compile(
+# Code that a user who can only read may run on a server, but that waits, locks, lifts the time
+# limit or shows the queries of other users
+_FORBIDDEN = re.compile(
     r"/\*|@@|\binto\s+(?:outfile|dumpfile)\b|\bfor\s+(?:update|share)\b|\block\s+in\s+share\b|"
     r"\b(?:information_schema|performance_schema)\s*\.|"
     r"\b(?:sleep|benchmark|load_file|(?:get|release|is_free|is_used)_lock|release_all_locks|"
@@ -50,16 +51,16 @@ _REFUSED = re.compile(
 
 
 def code_of(sql: str) -> str:
-    """A query without its comments, what its texts say, and the quotes of its names."""
-    def code(found):
-        if found["name"] is not None:
-            return found["name"] if found["name"].isidentifier() else "name"
-        return "''" if found["text"] else " "
+    """Returns the code of a query: comments and backticks are removed, string literals emptied."""
+    def code(match):
+        if match["name"] is not None:
+            return match["name"] if match["name"].isidentifier() else "name"
+        return "''" if match["text"] else " "
     return _BESIDE_CODE.sub(code, sql)
 
 
-def unread(sql: str) -> str | None:
-    """Why a text is no query that reads, as an error text; None if it is one."""
+def read_only_error(sql: str) -> str | None:
+    """Returns an error text if a text is no query that reads, and otherwise None."""
     if len(sql) > 5000:
         return ERROR + "The query is longer than 5,000 characters"
     if _READS.match(code_of(sql)):
@@ -69,16 +70,18 @@ def unread(sql: str) -> str | None:
 
 
 def refusal(sql: str) -> str | None:
-    """Why an agent's query is not passed on to a server, as an error text; None if it is. What it
-    hides from this look is left to the server: rights, limits."""
-    if problem := unread(sql):  # which limits what the pattern reads
-        return problem
-    found = _REFUSED.search(code_of(sql))
-    return found and f"{ERROR}{found[0]!r} is not allowed"
+    """Returns an error text if an agent's query is not sent to a server, and otherwise None.
+
+    The server's own privileges and limits stop whatever this check misses.
+    """
+    if error := read_only_error(sql):  # it also limits the length of the text that is searched
+        return error
+    match = _FORBIDDEN.search(code_of(sql))
+    return match and f"{ERROR}{match[0]!r} is not allowed"
 
 
 def _or_null(function):
-    """Returns `function` with NULL as its value if any argument is NULL."""
+    """Wraps a function so that it returns NULL if any argument is NULL."""
     return lambda *values: None if None in values else function(*values)
 
 
@@ -95,7 +98,8 @@ def _number(value) -> float:
 
 
 def _length(text: str, count) -> int:
-    """Returns a number of characters, at most those of `text`. Numbers are rounded, texts cut."""
+    """Returns `count` as a number of characters between 0 and the length of `text`. A number is
+    rounded, and a text is truncated to a whole number."""
     half = 0.5 if isinstance(count, (int, float)) else 0
     return int(min(max(_number(count), 0), len(text)) + half)
 
@@ -118,7 +122,8 @@ def _concat_ws(between, first, *more):
 
 
 def _extreme(choose):
-    """Returns GREATEST or LEAST. Values of which any is a text are compared as texts."""
+    """Returns the function GREATEST if `choose` is max, or LEAST if it is min. It compares numbers,
+    or texts if any argument is a text."""
     def function(first, second, *more):
         values = [first, second, *more]
         if all(isinstance(value, (int, float)) for value in values):
@@ -132,7 +137,7 @@ _DATE = re.compile(r"\s*(?:(\d{4}|\d\d)(\d\d)(\d\d)(?:\d{6})?"
 
 
 def _part_of_date(part: int):
-    """Returns YEAR, MONTH or DAY (part 0, 1 or 2); their value is NULL for what is no date."""
+    """Returns YEAR, MONTH or DAY (part 0, 1 or 2). They return NULL if the value is no date."""
     def function(value):
         if isinstance(value, (int, float)):  # YYMMDD or YYYYMMDD
             if not (value == 0 or 101 <= value < 10 ** 14):
@@ -150,13 +155,17 @@ def _part_of_date(part: int):
     return _or_null(function)
 
 
-TODAY = "2024-09-01 12:00:00"  # in all queries, so that a rollout repeats on any day
-_DATES = sqlite3.connect(":memory:", check_same_thread=False)  # has sqlite's own functions of time
+TODAY = "2024-09-01 12:00:00"  # the time in all queries, so that a rollout repeats on any day
+_DATES = sqlite3.connect(":memory:", check_same_thread=False)  # runs sqlite's own time functions
 
 
 def _at_today(name: str, before: int):
-    """Returns sqlite's function of time `name`, which has `before` arguments before its first time,
-    on a machine where the time is TODAY and the time zone UTC."""
+    """Returns sqlite's time function `name`, for the time TODAY and the time zone UTC.
+
+    Args:
+        name: Name of the function.
+        before: Number of its arguments before the first time.
+    """
     def function(*values):
         # sqlite reads a text up to its first NUL.
         values = [value if isinstance(value, (int, float, type(None)))
@@ -171,7 +180,7 @@ def _at_today(name: str, before: int):
     return function
 
 
-# Functions that sqlite lacks, or that read the clock: name -> (number of arguments, -1 for any
+# Functions that sqlite lacks or that read the clock: name -> (number of arguments, or -1 for any
 # number; the function)
 FUNCTIONS = {
     "concat": (-1, _or_null(_concat)),
@@ -188,8 +197,9 @@ FUNCTIONS = {
     **{name: (-1, _at_today(name, 0)) for name in ("date", "time", "datetime", "julianday")},
     "strftime": (-1, _at_today("strftime", 1)),
 }
-# and of its own those that read no files and make no long texts
-CALLED = FUNCTIONS.keys() | set(
+# All functions that a query may call: these, and those of sqlite that read no files and make no
+# long texts
+ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "abs avg ceil ceiling coalesce count cume_dist dense_rank first_value floor "
     "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
     "mod nth_value ntile nullif percent_rank pow power rank replace round row_number rtrim sign "
@@ -197,11 +207,18 @@ CALLED = FUNCTIONS.keys() | set(
 
 
 class Sqlite:
-    """A database in memory, made by an SQL script. An authorizer lets queries read its own tables
-    and call what CALLED names, and nothing else."""
+    """A database in memory. Queries can read its tables and call ALLOWED_FUNCTIONS, nothing else.
+
+    Args:
+        name: Name of the database.
+        script: SQL script that makes it.
+
+    Raises:
+        UsageError: sqlite cannot run the script.
+    """
 
     def __init__(self, name: str, script: str):
-        # Without cached statements, whose steps would count on from one time to the next.
+        # The count of steps of a cached statement would continue from its last execution.
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
         try:
@@ -209,57 +226,57 @@ class Sqlite:
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             self._db.close()
             raise UsageError(f"--intercode-data: sqlite cannot read database {name} of the dump: "
-                          f"{error}; play it on a server, --mysql-url") from None
+                             f"{error}; load it into a server and give --mysql-url") from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
-                               "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
+                               "PRAGMA hard_heap_limit = 500000000;")  # bytes, of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
             self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000)
         self._tables = sorted(self._db.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
         self._columns = {table.lower(): self._describe(table) for table, in self._tables}
-        for function, (count, does) in FUNCTIONS.items():
-            self._db.create_function(function, count, does, deterministic=True)
+        for function, (count, body) in FUNCTIONS.items():
+            self._db.create_function(function, count, body, deterministic=True)
         self._db.set_authorizer(self._authorize)
-        self._db.set_progress_handler(self._is_over, LOOK)
+        self._db.set_progress_handler(self._exceeds_limits, CHECK_STEPS)
 
     def run(self, sql: str):
-        return unread(sql) or self.ask(sql)
+        return read_only_error(sql) or self.execute(sql)
 
-    def ask(self, sql: str):
-        self._steps, self._until = 0, time.thread_time() + SECONDS
+    def execute(self, sql: str):
+        self._steps, self._deadline = 0, time.thread_time() + SECONDS
         try:
             if _SHOWS.match(code := code_of(sql)):
                 return self._show(code)
             return _fetch(self._db.execute(in_sqlite(sql)))
         except MemoryError:
             return INTERRUPTED
-        # Two statements are an sqlite3.Warning before Python 3.12; a NUL is a ValueError.
+        # Two statements raise an sqlite3.Warning before Python 3.12, and a NUL raises a ValueError.
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             return self._error(str(error), sql.strip())
 
     def close(self):
         self._db.close()
 
-    def _is_over(self) -> bool:
-        self._steps += LOOK
-        return self._steps >= VM_STEPS or time.thread_time() > self._until
+    def _exceeds_limits(self) -> bool:
+        self._steps += CHECK_STEPS
+        return self._steps >= VM_STEPS or time.thread_time() > self._deadline
 
     def _authorize(self, action, first, second, *_):
         allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
                    or action == sqlite3.SQLITE_READ and first.lower() in self._columns
-                   or action == sqlite3.SQLITE_FUNCTION and second.lower() in CALLED)
+                   or action == sqlite3.SQLITE_FUNCTION and second.lower() in ALLOWED_FUNCTIONS)
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
     def _show(self, code: str) -> list[tuple] | str:
         if _SHOW_TABLES.fullmatch(code):
             return self._tables
-        if not (asked := _DESCRIBE.fullmatch(code)):
+        if not (match := _DESCRIBE.fullmatch(code)):
             return ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here"
-        unknown = f"{ERROR}Table '{self.name}.{asked[1]}' doesn't exist"
-        return self._columns.get(asked[1].lower(), unknown)
+        unknown = f"{ERROR}Table '{self.name}.{match[1]}' doesn't exist"
+        return self._columns.get(match[1].lower(), unknown)
 
     def _describe(self, table: str) -> list[tuple]:
-        """MySQL's six columns: Field, Type, Null, Key, Default, Extra."""
+        """Returns the rows of MySQL's DESC: Field, Type, Null, Key, Default, Extra."""
         foreign = {row[3].lower() for row in
                    self._db.execute(f'PRAGMA foreign_key_list("{table}")')}
         return [(name, kind.lower(), "NO" if required or key else "YES",
@@ -267,19 +284,20 @@ class Sqlite:
                 for _, name, kind, required, default, key in
                 self._db.execute(f'PRAGMA table_info("{table}")')]
 
-    def _error(self, said: str, sql: str) -> str:
-        """MySQL's text for sqlite's, as the tiny model learned to read it, or sqlite's own."""
+    def _error(self, message: str, sql: str) -> str:
+        """Returns MySQL's text for an error of sqlite, or sqlite's own if there is no other. The
+        tiny model was trained on MySQL's texts."""
         for pattern, text in _AS_MYSQL:
-            if found := re.fullmatch(pattern, said, re.S):
-                name = "".join(filter(None, found.groups()))
+            if match := re.fullmatch(pattern, message, re.S):
+                name = "".join(filter(None, match.groups()))
                 rest = sql[max(sql.rfind(name), 0):] if name else ""
                 return ERROR + text.format(name=name, database=self.name, rest=rest,
                                            clause=_clause_of(name, sql))
-        return ERROR + said
+        return ERROR + message
 
 
 def _clause_of(name: str, sql: str) -> str:
-    """The clause of a query in which a column's name comes first."""
+    """Returns the clause of a query that holds the first occurrence of a column's name."""
     clause = "field list"
     for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
                             + re.escape(name) + r"(?!\w)", sql, re.I):
@@ -289,7 +307,7 @@ def _clause_of(name: str, sql: str) -> str:
     return clause
 
 
-# What sqlite says, and what MySQL says of it.
+# (pattern of sqlite's error message, MySQL's message)
 _AS_MYSQL = [
     (r"no such table: (.*)", "Table '{database}.{name}' doesn't exist"),
     (r"no such column: (.*)", "Unknown column '{name}' in '{clause}'"),
@@ -308,33 +326,34 @@ _SHOW_TABLES = re.compile(r"\s*show\s+tables[\s;]*", re.I)
 _DESCRIBE = re.compile(
     r"\s*(?:desc|describe|explain|show\s+columns\s+(?:from|in))\s+(\w+)[\s;]*", re.I)
 
-# What sqlite takes for a text, a name or a comment; else a quotient, and functions whose names are
-# words of its joins.
+# A string literal, name or comment of sqlite (group 1), a division, or a function whose name is
+# also a keyword of joins (group 2)
 _SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
                      r"\b(left|right)(?=\s*\()", re.I | re.S)
 
 
 def in_sqlite(sql: str) -> str:
-    """A query as sqlite is asked it, so that / gives a fraction of whole numbers too."""
-    def written(found):
-        if found[2]:
-            return f'"{found[2]}"'
-        return found[1] or "* 1.0 /"
-    return _SQLITE.sub(written, sql)
+    """Returns a query for sqlite, in which / divides whole numbers without rounding, as in MySQL,
+    and the functions LEFT and RIGHT are quoted."""
+    def replacement(match):
+        if match[2]:
+            return f'"{match[2]}"'
+        return match[1] or "* 1.0 /"
+    return _SQLITE.sub(replacement, sql)
 
 
 _TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", re.I)
 
 
 def _without_case(script: str) -> str:
-    """A script whose columns of text compare as MySQL's do, without case."""
-    def table(found):
-        return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", found[0])
+    """Returns a script whose text columns ignore case in comparisons, like those of MySQL."""
+    def table(match):
+        return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", match[0])
     return re.sub(r"CREATE TABLE [^;]*", table, script, flags=re.I)
 
 
 def _fetch(cursor) -> list[tuple] | str:
-    """All rows of a cursor that yields them one by one, or TOO_LARGE."""
+    """Returns all rows of a cursor that yields them one by one, or TOO_LARGE."""
     rows, characters = [], 0
     while row := cursor.fetchone():
         rows.append(row)
@@ -345,27 +364,38 @@ def _fetch(cursor) -> list[tuple] | str:
 
 
 class MySQL:
-    """A database of a MySQL or MariaDB server, with a connection of its own, as the user that
-    `load_intercode` made for it. The server ends a query after SECONDS. A server that does not is
-    taken for lost soon after, by the client's read timeout."""
-    TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
+    """A database of a MySQL or MariaDB server.
+
+    It has a connection of its own, as the user that `load_intercode` made for the database. The
+    server ends a query after SECONDS. If it does not, the client's read timeout ends the connection
+    soon after.
+
+    Args:
+        name: Name of the database.
+        url: mysql://user@host:port.
+
+    Raises:
+        UsageError: The user may not read the database.
+        EnvError: There is no connection to the server, or it is lost.
+    """
+    TIMED_OUT = {1969, 3024}  # error codes of MariaDB's and MySQL's time limit
     DENIED = {1044, 1045, 1049, 1698}
-    # What the server says when it is full, ends, or lost the client, or on a KILL.
+    # Error codes of a server that is full, stops, has lost the client, or ran KILL
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
         self.name, self._url, self._connection = name, url, None
-        self._ask(self._connect)
+        self._checked(self._connect)
 
     def run(self, sql: str):
-        return refusal(sql) or self.ask(sql)
+        return refusal(sql) or self.execute(sql)
 
-    def ask(self, sql: str):
-        return self._ask(lambda: self._run(sql))
+    def execute(self, sql: str):
+        return self._checked(lambda: self._run(sql))
 
     def close(self):
         connection, self._connection = self._connection, None
-        if connection and connection._result:  # or PyMySQL would read a lost connection's rows
+        if connection and connection._result:  # otherwise PyMySQL would read the rest of its rows
             connection._result.unbuffered_active = False
         if connection and connection.open:
             connection.close()
@@ -380,7 +410,7 @@ class MySQL:
 
     def _run(self, sql):
         pymysql = driver()
-        cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
+        cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # it fetches rows one by one
         try:
             cursor.execute(sql)
             answer = None if cursor.description is None else _fetch(cursor)
@@ -389,30 +419,31 @@ class MySQL:
             if code in self.TIMED_OUT:
                 return INTERRUPTED
             if (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
-                    and code not in self.LOST):  # else it is the connection's
+                    and code not in self.LOST):  # otherwise the connection is broken
                 return f"{ERROR}{text}"
             raise
-        except ValueError as error:  # text that is no UTF-8, in the query or in the result
+        except ValueError as error:  # invalid UTF-8 in the query or in the result
             answer = f"{ERROR}{error}"
         cursor.close()  # reads the remaining rows, for at most the server's limit of time
         return answer
 
-    def _ask(self, work):
-        """work(), where an error beside the query is Refused for a user's rights, else EnvError."""
+    def _checked(self, action):
+        """Returns action(). If the server or the connection fails, raises UsageError for a lack of
+        privileges and otherwise EnvError."""
         where = f"{server_of(self._url)}, database {self.name}"
         try:
-            return work()
+            return action()
         except driver().MySQLError as error:
             code, text = (*error.args, "", "")[:2]
             self.close()
             if code in self.DENIED:
                 raise UsageError(f"--mysql-url: {where}: {text}; {REMEDY}") from None
-            raise EnvError(f"{where}: {text or error}; see that the server runs and is within reach"
+            raise EnvError(f"{where}: {text or error}; check that the server runs and is reachable"
                            ) from None
 
 
 def driver():
-    """PyMySQL, which only a server needs."""
+    """Returns the module PyMySQL, which only a server needs. Raises UsageError if it is missing."""
     try:
         import pymysql
     except ImportError as error:
@@ -424,27 +455,27 @@ def connect(url: str, **options):
     """Returns a connection to mysql://user@host:port, with the password in MYSQL_PWD."""
     parts, pymysql = urlsplit(url), driver()
     try:
-        # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
-        # episode 20 ms; within one machine it protects nothing.
+        # The read timeout is longer than the time limit of a query, so it means a lost server. TLS
+        # would cost 20 ms per episode, and within one machine it protects nothing.
         return pymysql.connect(**{**dict(
             host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
             password=os.environ.get("MYSQL_PWD", ""), charset="utf8mb4", autocommit=True,
             local_infile=False, connect_timeout=5, read_timeout=SECONDS + 3,
             write_timeout=SECONDS + 3,
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
-    except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
-        raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
-    except RuntimeError as error:  # a PyMySQL that cannot take MySQL 8's passwords
+    except (IndexError, AssertionError, struct.error):  # PyMySQL, if this is no handshake
+        raise pymysql.err.OperationalError(2013, "the answer is not MySQL's") from None
+    except RuntimeError as error:  # PyMySQL without support for MySQL 8's passwords
         raise UsageError(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def server_of(url: str) -> str:
-    """The server's address without user and password, for messages."""
+    """Returns the server's address without the user, for messages."""
     parts = urlsplit(url)
     return f"mysql://{parts.hostname}:{parts.port or 3306}"
 
 
 def database_user(url: str, database: str) -> str:
-    """The user that may read `database` and nothing else; MySQL allows 32 characters."""
+    """Returns the name of the user that can read only `database`. MySQL allows 32 characters."""
     name = unquote(urlsplit(url).username)[:21]
     return f"{name}_{hashlib.sha256(database.lower().encode()).hexdigest()[:10]}"

@@ -45,15 +45,21 @@ turns; without a submission the answer counts as wrong."""
 
 
 class InterCodeSQL(Environment):
-    """Questions about databases that the agent explores with SQL, then submits its last result. A
-    task is a question: query (in words), gold (SQL) and db, the database's name.
+    """Questions about databases. The agent explores a database with SQL, then submits its last
+    result.
 
-    view="short", for a very small model: replies are bare queries or "submit", and results come
-    without brackets, DESC as names alone, at most SHORT_ROWS rows.
+    A task is a question with `query` (in words), `gold` (SQL) and `db`, the name of the database.
+
+    Args:
+        view: "full", or "short" for a very small model. In the short view a reply is a bare query
+            or "submit". Results have no brackets and at most SHORT_ROWS rows, and DESC shows only
+            the names of columns.
+        intercode_data: The folder of InterCode's data, or None for the generated databases.
+        mysql_url: The server of InterCode's databases, or None for sqlite.
     """
     name = "intercodesql"
     max_turns = 10
-    error_end = ""  # of most error texts
+    error_end = ""  # the end of most error texts; IPR's code has a line break
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -63,34 +69,39 @@ class InterCodeSQL(Environment):
         self.data = spider_data(intercode_data) if intercode_data else sql_data()
         self.splits = self.data.questions
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
-        asked = {q["db"] for questions in self.splits.values() for q in questions.values()}
-        if not mysql_url and (missing := asked - self.data.databases.keys()):
+        needed = {q["db"] for questions in self.splits.values() for q in questions.values()}
+        if not mysql_url and (missing := needed - self.data.databases.keys()):
             raise UsageError(f"--intercode-data: the dump has no database {min(missing)}; give one "
-                          "that has as FOLDER/ic_spider_dbs.sql")
+                             "that has it, as FOLDER/ic_spider_dbs.sql")
         self._db = None
 
     def task_generator(self):
-        if not self.data.tables:  # questions are generated for the generated databases alone
+        if not self.data.tables:  # it makes questions about generated databases only
             return super().task_generator()
         return import_module("environments.intercodesql.tasks").TaskGenerator(self)
 
     def start(self, question: dict, script: str | None = None) -> str:
-        """Also on a question of no split, over the database that `script` makes."""
+        """Begins an episode, and returns the question.
+
+        Args:
+            question: A question, which may be in no split.
+            script: SQL script that makes the database, or None for the one of that name.
+        """
         self.close()
         self._db = self.database(question["db"], script)
         self._question = question
-        self.last_answer = None  # what `submit` hands in
+        self.last_answer = None  # the result that `submit` submits
         return question["query"]
 
     def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
-        """One of the databases, opened anew."""
+        """Opens the database of this name, or the one that `script` makes."""
         if self.mysql_url:
             return MySQL(name, self.mysql_url)
         return Sqlite(name, script or self.data.databases[name])
 
     def step(self, reply: str) -> Step:
         sql = self.action(reply)
-        if sql is None:  # the last answer stays the one to submit
+        if sql is None:  # the last answer can still be submitted
             return Step(EXPLANATION, 0.0, False, idle=True)
         if sql != "submit":
             self.last_answer = answer = self._db.run(sql)
@@ -122,38 +133,42 @@ class InterCodeSQL(Environment):
 
 
 def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
-    """What the gold query finds. One that the database refuses finds nothing, as in InterCode's
-    code, and that is said; one that only rights or limits end is no measure: EnvError."""
-    gold = database.ask(question["gold"])
+    """Returns the rows of the gold query.
+
+    If the database rejects the query, it prints a warning and returns no rows, like InterCode's
+    code. Raises EnvError if only privileges or limits end the query, since its result is unknown.
+    """
+    gold = database.execute(question["gold"])
     if isinstance(gold, list):
         return gold
-    about = f"the gold query of {question['query']!r}: {gold}"
+    message = f"the gold query of {question['query']!r}: {gold}"
     if gold in (INTERRUPTED, TOO_LARGE) or str(gold).startswith(DENIED):
-        raise EnvError(about)
-    say_once(f"{about}; an empty result earns 1 there, as InterCode scores it")
+        raise EnvError(message)
+    print_once(f"{message}; an empty result earns 1 there, as InterCode scores it")
     return []
 
 
 @cache
-def say_once(text: str) -> None:
+def print_once(text: str) -> None:
     print(text, file=sys.stderr)
 
 
 def in_full(answer) -> str:
-    """An answer as InterCode's agents read it, cut behind 350 characters."""
+    """Returns an answer as InterCode shows it, cut after 350 characters."""
     text = str(answer)
     return text[:350] + "..." if len(text) > 350 else text
 
 
 def in_short(answer, sql: str) -> str:
-    """An answer without brackets, at most SHORT_ROWS rows; DESC as names alone."""
+    """Returns an answer as the short view shows it: at most SHORT_ROWS rows without brackets, and
+    of DESC only the names."""
     if not isinstance(answer, list):
         return in_full(answer)
     describes = re.match(r"\s*desc", sql, re.I)
     lines = []
     for row in answer[:SHORT_ROWS]:
         values = row[:1] if describes else row
-        lines.append(" , ".join(map(_brief, values)))
+        lines.append(" , ".join(map(_rounded, values)))
     if describes or re.match(r"\s*show", sql, re.I):
         lines = [line.replace("'", "") for line in lines]
     if len(answer) > SHORT_ROWS:
@@ -161,14 +176,17 @@ def in_short(answer, sql: str) -> str:
     return " | ".join(lines) or "empty"
 
 
-def _brief(value) -> str:
-    """A value as the short view shows it."""
+def _rounded(value) -> str:
+    """Returns the repr of a value, with fractions rounded to two digits."""
     return repr(round(float(value), 2) if isinstance(value, (float, Decimal)) else value)
 
 
 def parse_sql_reply(reply: str) -> str | None:
-    """As InterCode's ReAct agents read it: after the first "Action:" the word submit anywhere, or
-    the first line of the first fenced sql block; None where there is neither."""
+    """Returns the action in a reply as InterCode's ReAct agents parse it.
+
+    After the first "Action:" this is "submit" if that word occurs anywhere, and otherwise the first
+    line of the first fenced sql block. It is None if there is neither.
+    """
     action = reply.partition("Action:")[2]
     if "submit" in action:
         return "submit"
@@ -177,12 +195,20 @@ def parse_sql_reply(reply: str) -> str | None:
 
 
 def sql_reward(agent_rows, gold_rows) -> float:
-    """InterCode's reward for the last result, in [-1, 1]: of two lists of rows, else 0.
+    """Returns InterCode's reward for the last result, in [-1, 1].
 
-    Rows are compared as text, so 1 and 1.0 differ. With rows in common
+    Rows are compared as text, so 1 and 1.0 differ. With |common| and |union| as the sizes of the
+    intersection and union of the two multisets of rows, the reward is
+
         round(tau * |common| / |union|, 2)
-    over multisets, where tau is Kendall's tau-b between the common rows in the two orders; where
-    it is undefined (fewer than two distinct common rows) the share itself. Two empty lists: 1.
+
+    where tau is Kendall's tau-b between the common rows in the two orders. If tau is undefined
+    (fewer than two distinct common rows), the reward is |common| / |union|. Two empty lists earn 1,
+    and an argument that is no list earns 0.
+
+    Args:
+        agent_rows: Rows of the agent's last result, or an error text, or None.
+        gold_rows: Rows of the gold query.
     """
     if not isinstance(agent_rows, list) or not isinstance(gold_rows, list):
         return 0.0
@@ -198,19 +224,21 @@ def sql_reward(agent_rows, gold_rows) -> float:
 
 
 def _first_of(common: Counter, rows: list[str]) -> list[str]:
-    """As many of the rows as `common` counts, the first ones, in their order."""
+    """Returns the first occurrences of each row, as many as `common` counts, in order."""
     seen = Counter()
     return [row for row in rows if seen.update([row]) or seen[row] <= common[row]]
 
 
 def kendall_tau(a: list[str], b: list[str]) -> float:
-    """Kendall's tau-b between two orders of the same texts; O(n^2) time, O(n) memory."""
+    """Returns Kendall's tau-b between two orders of the same texts, in O(n^2) time and O(n)
+    memory."""
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
-    concordant = ties = 0  # concordant: minus the discordant pairs
+    concordant = 0  # number of concordant pairs minus number of discordant pairs
+    ties = 0        # number of tied pairs, which is the same in x and y
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)
-        ties += int((dx == 0).sum())  # as many in y
+        ties += int((dx == 0).sum())
     untied = np.sqrt(len(x) * (len(x) - 1) // 2 - ties)
-    # In this order the last bit, and so the rounding of a half, is scipy's.
+    # This order of operations gives the same last bit as scipy, and so the same rounding of a half.
     return float(np.clip(concordant / untied / untied, -1, 1))

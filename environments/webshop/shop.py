@@ -1,7 +1,7 @@
-"""WebShop, the embedded shop: an agent searches, opens pages, and buys what it was asked for.
+"""The built-in WebShop: an agent searches, opens pages, and buys the product of an instruction.
 
-From top to bottom: what a page is, the rules that the embedded shop and a real server share, the
-embedded shop and its pages, its search, and WebShop's reward.
+From top to bottom, this file has the class of a page, the rules that the built-in WebShop and a
+real server share, the built-in WebShop with its pages, its search, and WebShop's reward.
 """
 
 import math
@@ -38,39 +38,41 @@ DONE = ["Thank you for shopping with us!", "Your code:"]
 
 @dataclass(frozen=True)
 class Page:
-    """A page, whichever shop it is from."""
+    """A page of the built-in WebShop or of a real server."""
     kind: str            # search | results | item | sub-page | done
-    pieces: list[str]    # visible text
-    links: dict          # lowercased text -> what lies behind a click on it
+    pieces: list[str]    # the visible texts
+    links: dict          # lowercased text of a button, product or option -> target of the click
     item: object = None  # the product of an item page, sub-page or purchase
-    reward: float = 0.0  # of the purchase, on the page "done"
-    options: tuple = ()  # chosen (name, value), where the shop is the embedded one
+    reward: float = 0.0  # the reward of the purchase, on a page of the kind "done"
+    options: tuple = ()  # chosen options as (name, value), in the built-in WebShop only
 
 
 class Shop(Environment):
-    """What the embedded shop and a real server share. Text and rules are the official text
-    environment's, but a search is valid on the search page only, and the page after a purchase ends
-    at "Your code:", because the rest shows the goal and the reward.
+    """The rules that the built-in WebShop and a real server share.
 
-    view="short", for a very small model: pages after the first come without the instruction and
-    "Back to Search" (it can still be clicked), and one that was shown before in the episode is its
-    first piece and "(seen)".
+    Texts and rules are those of the official text environment, with two exceptions. A search is
+    only valid on the search page. The page after a purchase ends at "Your code:", because the rest
+    of it shows the goal and the reward.
 
-    A subclass has follow(link, query) -> the `Page` behind a link, or that of a search's results
-    where the link is None.
+    The short view is for a very small model. Pages after the first one leave out the instruction
+    and "Back to Search", which can still be clicked. A page that was already shown in the episode
+    is replaced by its first piece and "(seen)".
+
+    A subclass defines follow(link, query), which returns the target `Page` of a link. If the link
+    is None, it returns the results of a search with this query.
     """
     name = "webshop"
     rules = PROMPT
     max_turns = 10
-    searches_everywhere = False  # as by ETO's protocol
+    searches_everywhere = False  # True with ETO's protocol: a search is valid on every page
 
     def __init__(self, view: str = "full"):
         super().__init__(view)
-        self.page = None           # the one that the agent sees
-        self.shown_before = set()  # what the short view has shown in this episode
+        self.page = None           # the page that the agent sees
+        self.shown_before = set()  # the pages that the short view has shown in this episode
 
     def step(self, reply: str) -> Step:
-        """Searches or clicks; an action that the page does not offer leaves it as it is."""
+        """Searches or clicks. An action that the page does not offer keeps the page."""
         name, argument = name_and_argument(self.action(reply))
         page = self.page
         if name == "search" and (page.kind == "search" or self.searches_everywhere):
@@ -87,10 +89,12 @@ class Shop(Environment):
 
 
 def name_and_argument(action: str) -> tuple[str, str]:
-    """Returns ("search", "red mug") for search[Red mug], whatever follows it; else no name.
+    """Returns the name and the lowercased argument of an action.
 
-    As in WebShop's pattern `(.+)[(.+)]`, the argument ends at the last "]" of the line and begins
-    at the last "[" that leaves it a character. The pattern itself takes quadratic time.
+    The result for "search[Red mug] now" is ("search", "red mug"), and that for a text of another
+    form is ("", ""). As with WebShop's pattern `(.+)[(.+)]`, the argument ends at the last "]" of
+    the line, and begins at the last "[" with which it is not empty. We do not use the pattern,
+    because it takes quadratic time.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")
@@ -99,14 +103,20 @@ def name_and_argument(action: str) -> tuple[str, str]:
 
 
 def show(shop: Shop, page: Page, first: bool = False) -> str:
-    """The page as the agent reads it, from now on the one that it acts on. first: of an episode."""
+    """Makes a page the current one, and returns its text in the view of the environment.
+
+    Args:
+        shop: The environment.
+        page: The page.
+        first: True for the first page of an episode.
+    """
     shop.page = page
     if first:
         shop.shown_before = set()
     if shop.view == "full":
         return " [SEP] ".join(page.pieces)
 
-    # Title and text of the instruction and "Back to Search" are the first three pieces.
+    # The first three pieces are "Instruction:", the instruction and "Back to Search".
     pieces = page.pieces
     if page.kind not in ("search", "done"):
         pieces = pieces[3:]
@@ -120,21 +130,24 @@ def show(shop: Shop, page: Page, first: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the shopper is. As in WebShop's URLs, it carries all navigation state."""
-    kind: str = "search"  # as a page's
+    """The navigation state of an episode, complete as in WebShop's URLs."""
+    kind: str = "search"  # kind of the page, as in `Page`
     query: str = ""
-    number: int = 1       # page of the results, from 1
-    item: int = -1        # product number
-    options: tuple[tuple[str, str], ...] = ()  # chosen (name, value)
+    number: int = 1       # number of the results page, from 1
+    item: int = -1        # index of the product
+    options: tuple[tuple[str, str], ...] = ()  # chosen options as (name, value)
     sub: str = ""         # Description | Features | Reviews | Attributes
 
 
 class WebShop(Shop):
-    """WebShop's pages (of a server started with --attrs), actions and reward over a generated
-    catalogue. A task is a goal: what `webshop_reward` takes, with its instruction."""
+    """The built-in WebShop: WebShop's pages, actions and reward, with a generated catalogue.
+
+    The pages are those of a server that was started with --attrs. The value of a task is a goal
+    with its instruction, in the form that `webshop_reward` takes.
+    """
     test_splits = ("test", "unseen")
     max_results = 50
-    page_size = 4  # results; WebShop itself shows 10
+    page_size = 4  # results per page (10 in WebShop)
 
     def __init__(self, view: str = "full", data: catalogue.ShopData | None = None):
         super().__init__(view)
@@ -181,13 +194,13 @@ class WebShop(Shop):
 
 def add_results(shop: WebShop, place: Place, pieces: list[str],
                 links: dict[str, Place]) -> None:
-    """Adds to a page's text and links what a page of results has."""
+    """Adds the pieces and links of a results page."""
     hits = shop.search(place.query)[:shop.max_results]
     pieces.append(f"Page {place.number} (Total results: {len(hits)})")
     if place.number > 1:
         pieces.append("< Prev")
         links["< prev"] = replace(place, number=place.number - 1)
-    pieces.append("Next >")  # always there; past the end the list is empty
+    pieces.append("Next >")  # shown on every page; pages past the end list no products
     links["next >"] = replace(place, number=place.number + 1)
 
     first = (place.number - 1) * shop.page_size
@@ -200,26 +213,27 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
 
 
 def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
-    """Adds to a page's text and links what a product's page has."""
+    """Adds the pieces and links of an item page."""
     pieces.append("< Prev")
-    links["< prev"] = replace(place, kind="results", item=-1, options=())  # options are lost
+    # As in WebShop, the chosen options are lost on the way back to the results.
+    links["< prev"] = replace(place, kind="results", item=-1, options=())
     for sub in sub_pages(product):
         links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
     links["buy now"] = replace(place, kind="done")
 
-    # Of two options that share a value the last one's is chosen, as in WebShop.
+    # If two options share a value, a click chooses it for the last one, as in WebShop.
     for name, values in product["options"].items():
         pieces += [name, *values]
         for value in values:
-            chosen = dict(place.options) | {name: value}
-            links[value] = replace(place, options=tuple(chosen.items()))
+            options = dict(place.options) | {name: value}
+            links[value] = replace(place, options=tuple(options.items()))
     price = float(product["price"])
     pieces += [product["Title"], f"Price: ${price}", "Rating: N.A."]
     pieces += [*sub_pages(product), "Buy Now"]
 
 
 def sub_pages(product: dict) -> dict[str, list[str]]:
-    """Name -> text of the pages that tell more about a product."""
+    """Returns a dict {name: pieces} of a product's sub-pages."""
     category = product["product_category"]
     department = category.partition(" › ")[0]
     return {
@@ -232,8 +246,11 @@ def sub_pages(product: dict) -> dict[str, list[str]]:
 
 @lru_cache(maxsize=4)
 def search_engine(data: catalogue.ShopData):
-    """query -> product numbers, over title, description and first bullet; not over options, so
-    colours stay hidden."""
+    """Returns the search, a function query -> product indices.
+
+    It searches titles, descriptions and first bullets. Options are not searched, so a query cannot
+    find a colour.
+    """
     texts = []
     for product in data.products:
         bullet = product["BulletPoints"][:1]
@@ -242,12 +259,13 @@ def search_engine(data: catalogue.ShopData):
 
 
 class BM25:
-    """Ranking of Lucene's kind over short texts.
+    """The BM25 ranking of Lucene, the search engine of WebShop's server.
 
-        score(query, text) = sum over the query's words of  idf * n / (n + k1 * (1 - b + b * l))
+        score(query, text) = sum over the words of the query:  idf * n / (n + k1 * (1 - b + b * l))
+        idf = log(1 + (N - f + 0.5) / (f + 0.5))
 
-    where a text has the word n times and is l times as long as the mean; k1 and b as WebShop sets
-    them. Rare words weigh more: idf = log(1 + (N - f + 0.5) / (f + 0.5)) for f texts of N.
+    The text has the word n times and is l times as long as the mean text. The word is in f of the N
+    texts, so rare words have more weight. The constants k1 and b are those of WebShop.
     """
     k1 = 0.9
     b = 0.4
@@ -259,54 +277,57 @@ class BM25:
         for count in counts:
             texts_with.update(count.keys())
 
-        self.scores = defaultdict(list)  # word -> [(text, its score for the word)]
-        for number, count in enumerate(counts):
+        self.scores = defaultdict(list)  # word -> [(index of a text, its score for the word)]
+        for index, count in enumerate(counts):
             norm = 1 - self.b + self.b * count.total() / mean
             for word, n in count.items():
                 f = texts_with[word]
                 idf = math.log(1 + (len(texts) - f + 0.5) / (f + 0.5))
                 score = idf * (n / (n + self.k1 * norm))
-                self.scores[word].append((number, score))
+                self.scores[word].append((index, score))
 
     def __call__(self, query: str) -> list[int]:
-        """Texts that share a word with the query, best first; ties in the order of the texts."""
+        """Returns the indices of the texts that share a word with the query, best first. Texts with
+        equal scores stay in order."""
         total = Counter()
         for word in words_of(query).split():
-            for number, score in self.scores.get(word, ()):
-                total[number] += score
-        return sorted(total, key=lambda number: (-total[number], number))
+            for index, score in self.scores.get(word, ()):
+                total[index] += score
+        return sorted(total, key=lambda index: (-total[index], index))
 
 
 # ------------------------------------------------------------------------------ WebShop's reward
 
-# The sixteen plain words of WebShop's colour list, in its (alphabetical) order.
+# The sixteen plain words among the 102 of WebShop's colour list, in its alphabetical order
 COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple red silver "
            "white yellow").split()
 
 
 def webshop_reward(product: dict, goal: dict, options: dict, price: float,
                    nouns=None) -> float:
-    """WebShop's reward for a purchase.
+    """Returns WebShop's reward for a purchase, in [0, 1].
 
         r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
 
-    Args:
-        product: name, Title, query, product_category, Attributes, BulletPoints, Description.
-        goal: name, query, product_category, attributes (A), goal_options (O; list or dict),
-            price_upper.
-        options: the chosen ones, name -> value.
-        price: the product's with these options.
-        nouns: name -> the words that decide its type, alphabetic words by default; the official
-            code asks a tagger.
+    A and O are the attributes and options that the goal requests, and the product has n_att and
+    n_opt of them. r_price is 1 if the price is within the limit, and otherwise 0. r_type is 1 if
+    the type of the product fits, and smaller otherwise, see `type_reward`.
 
-    Returns:
-        The reward, in [0, 1].
+    Args:
+        product: A dict with name, Title, query, product_category, Attributes, BulletPoints and
+            Description.
+        goal: A dict with name, query, product_category, attributes (A), goal_options (O, a list or
+            a dict) and price_upper (the limit).
+        options: The chosen options, {name: value}.
+        price: The price of the product with these options.
+        nouns: A function from a product's name to the words that decide its type. The default is
+            all alphabetic words. The official code uses the nouns that spaCy's tagger finds.
     """
     attributes = goal["attributes"]
     n_att = sum(has_attribute(product, attribute) for attribute in attributes)
 
     wanted = goal["goal_options"]
-    if isinstance(wanted, dict):  # the official code compares whole (name, value) pairs
+    if isinstance(wanted, dict):  # the official code compares (name, value) pairs as texts
         wanted = wanted.items()
     wanted = [str(normalise_colour(option)) for option in wanted]
     chosen = [normalise_colour(option) for option in options.values()]
@@ -318,11 +339,11 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
 
 def type_reward(product: dict, goal: dict, nouns) -> float:
-    """How well the kind of the product fits the goal, in [0, 1]: r_type."""
+    """Returns r_type of the reward, in [0, 1]: the degree to which the type of a product fits."""
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
-    if title_score == 0:  # no shared noun is worth nothing, even with the same query
+    if title_score == 0:  # without a shared noun the reward is 0, even with the same query
         return 0.0
     if title_score < 0.1:
         return 0.1
@@ -332,17 +353,17 @@ def type_reward(product: dict, goal: dict, nouns) -> float:
 
 
 def categories(item: dict) -> set[str]:
-    """The parts of a product category, as in "Home › Kitchen › Kettles"."""
+    """Returns the parts of a product category such as "Home › Kitchen › Kettles"."""
     return {part.strip() for part in item["product_category"].split("›")}
 
 
 def alphabetic_words(name: str) -> list[str]:
-    """The words of a name that have letters only, in lower case."""
+    """Returns the words of a name that consist of letters only, in lower case."""
     return [word.lower() for word in re.findall(r"\w+", name) if word.isalpha()]
 
 
 def has_attribute(product: dict, attribute: str) -> bool:
-    """Whether the product lists a similar attribute, or says it in one of its texts."""
+    """Returns True if a product lists a similar attribute, or contains this one in a text."""
     bullets = " ".join(product["BulletPoints"])
     for text in (product["Title"], bullets, product["Description"]):
         if attribute in text.lower():
@@ -351,12 +372,13 @@ def has_attribute(product: dict, attribute: str) -> bool:
 
 
 def is_among(wanted: str, texts: list[str]) -> bool:
-    """Whether one of the texts is similar."""
+    """Returns True if one of the texts is similar to the wanted one."""
     return any(token_set_ratio(text, wanted) > 85 for text in texts)
 
 
 def normalise_colour(option):
-    """The first colour word inside an option value ("rose gold" is gold), else the value."""
+    """Returns the first of COLOURS that an option contains ("gold" for "rose gold"), or the option
+    itself if it contains none."""
     for colour in COLOURS:
         if colour in option:
             return colour
@@ -365,8 +387,11 @@ def normalise_colour(option):
 
 @lru_cache(maxsize=65536)
 def token_set_ratio(a: str, b: str) -> int:
-    """Similarity of two texts as sets of words, 0-100, as in thefuzz 0.19 (difflib's ratio): the
-    largest of those between what they share and each of them, and between them."""
+    """Returns the similarity of two texts as sets of words, from 0 to 100.
+
+    This is the function of thefuzz 0.19, WebShop's version, which uses difflib. Its result is the
+    largest of three ratios: between the shared words and each text, and between the two texts.
+    """
     words_a = plain_words(a)
     words_b = plain_words(b)
     if not words_a or not words_b:
@@ -386,6 +411,7 @@ def token_set_ratio(a: str, b: str) -> int:
 
 
 def plain_words(text: str) -> set[str]:
-    """A text's words: characters 128-255 are dropped, other non-word characters part them."""
+    """Returns the words of a text in lower case. Characters 128 to 255 are dropped, and all other
+    characters that are not part of a word separate words."""
     text = re.sub("[\x80-\xff]", "", text)
     return {*re.sub(r"\W", " ", text).lower().split()}

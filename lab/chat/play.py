@@ -69,7 +69,8 @@ class Agent:
         """Returns the greedy reply to an episode so far: ids, text and probability."""
         (ids, _), = self.answer([(t, random.Random())])
         extended = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
-        log_p = dpo.token_log_probs(self.model, [extended], self.encoder.sampler().process_logits).sum()
+        process = self.encoder.sampler().process_logits
+        log_p = dpo.token_log_probs(self.model, [extended], process).sum()
         self.encoder.typed = ""
         _, _, text = self.encoder.close(ids, self.stops)
         return ids, text, log_p.exp().item()
@@ -151,8 +152,8 @@ def agent_of(path: Path) -> tuple[Path, Path]:
     existing = [agent for agent in agents if (agent / "config.json").is_file()]
     if run and existing:
         return run, existing[-1]
-    raise UsageError(f"--agent {path}: neither a run with a target agent nor an agent in a run; give "
-                  "a folder like runs/webshop-coevolve-s0")
+    raise UsageError(f"--agent {path}: neither a run with a target agent nor an agent in a run; "
+                     "give a folder like runs/webshop-coevolve-s0")
 
 
 def chosen(env: Environment, name: str) -> str:
