@@ -16,11 +16,12 @@ import psutil
 import pytest
 import torch
 from conftest import LIMIT, ended, fork, wait_until
+from safetensors.torch import save_file
 from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
 
 from common.settings import UsageError
-from lab.study import compare, methods, numbers, study
+from lab.study import changes, compare, methods, numbers, study
 
 
 @pytest.mark.parametrize("a, b, mean, half, ahead, sure", [
@@ -322,6 +323,17 @@ def test_the_report_starts_with_what_differs(tmp_path, capsys):
     assert of_pairs["loss - base"]["mean"] == -0.25
     said = capsys.readouterr().out
     assert said.index("What differs from base") < said.index("Greedy evaluation")
+
+
+def test_weights_of_other_sizes_are_no_difference_of_numbers(tmp_path):
+    """Two weights differ by 0.5 at most; those of models of different sizes have no difference."""
+    for name, values in ("a", [1.0, 2.0]), ("b", [1.25, 1.5]), ("c", [1.0, 2.0, 3.0]):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.tensor(values)}, tmp_path / name / "model.safetensors")
+    a, b, c = (tmp_path / name for name in "abc")
+    assert changes.agent_change(a, a) == ""
+    assert changes.agent_change(a, b) == "weights differ by at most 0.5"
+    assert changes.agent_change(a, c) == "other names or shapes of weights"
 
 
 # ------------------------------------------------------------------------------ making runs
