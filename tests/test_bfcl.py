@@ -319,12 +319,12 @@ def test_hostile_calls_are_observations_and_nothing_else(monkeypatch):
     def reached(*_):
         raise AssertionError("a text was evaluated")
 
+    env = env_of("base-0")
+    env.reset(FILES)  # it imports the simulators, which executes their modules
+    before = env.simulators.states()
     monkeypatch.setattr("builtins.eval", reached)
     monkeypatch.setattr("builtins.exec", reached)
     monkeypatch.setattr(package, "execute_multi_turn_func_call", reached)
-    env = env_of("base-0")
-    env.reset(FILES)
-    before = env.simulators.states()
     for reply, found in HOSTILE.items():
         env.reset(FILES)
         step = env.step(reply)
