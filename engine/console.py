@@ -5,15 +5,16 @@ from collections import defaultdict
 # Labels of the shares of episodes, and of replies, that a phase records.
 SHARES = {"success": "success", "hard_negative": "hard negatives",
           "other_failure": "other failures", "idle": "idle replies", "turn_limit": "turn limit"}
-# Entries of a phase's record that its line does not print as results.
-RECORDS = {"i", "seconds", "edited"}
+# Entries of a phase's record that its line does not print as results. The share of other failures
+# is the rest of success and hard negatives.
+RECORDS = {"i", "seconds", "edited", "other_failure"}
 
 
 def sentence(output: str, row: dict) -> str:
     """Returns the line about a finished phase, with its results and its time in minutes.
 
     For example: "iter1/target.jsonl  400 episodes, reward 0.512, success 35%, hard negatives 40%,
-    other failures 25%, 5.4 turns each, idle replies 2%, turn limit 3%  1:12".
+    5.4 turns each, idle replies 2%, turn limit 3%  1:12".
 
     Args:
         output: The phase's output.
