@@ -76,7 +76,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
 
         # 3. The result.
         page = finish(run) if finish and run.main else ""
-        # Experiment trackers such as wandb may print a summary here. The result is printed after it.
+        # Experiment trackers such as wandb may print a summary here, so print the result after it.
         run.machine.accelerator.end_training()
         run.print("\n".join(closing_lines(run, page)))
     except Exception as error:
@@ -85,8 +85,8 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         line = one_line(error, resumes=run is not None)
         if line is None:
             raise
-        # If all ranks fail with the same error, only rank 0 should print it. The other ranks wait,
-        # because the launcher usually ends them within 5 s.
+        # If all ranks fail with the same error, only rank 0 should print it. The other ranks wait
+        # for 5 s, because the launcher usually ends them as soon as rank 0 has exited.
         if rank() > 0:
             time.sleep(5)
         end(line, 2)
