@@ -179,8 +179,8 @@ class TokenSampler:
                                      for s in self.stops)
         if not self.may_end[last]:
             return False
-        # A stop string of n characters has at most n tokens, so it is enough to decode the end of
-        # the reply.
+        # Each token of a stop string has at least one character, so a stop string of n characters
+        # has at most n tokens. Decoding the last n + 1 tokens is therefore enough.
         return any(stop in self.encoder.decode(ids[-len(stop) - 1:]) for stop in self.stops)
 
 

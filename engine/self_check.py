@@ -127,9 +127,9 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     4. A sequence of a third of `longest` tokens, because some bugs occur neither in long nor in
        short sequences. It is left out if it is not longer than sequence 3.
 
-    There are no sequences of half or two thirds of `longest` tokens, for example. Some models
-    compute attention differently beyond a certain length. If a sequence reached this length while
-    replies are added to it, the check would report an error although the backend has no bug.
+    The lengths between a third of `longest` and the long sequences are not tested. Some models
+    behave differently beyond a certain length. If a sequence grew past this length during the
+    check, a correct backend could seem to be wrong.
     """
     rng = random.Random(0)
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
