@@ -48,12 +48,17 @@ class UsageError(ValueError):
 @dataclass(frozen=True)
 class Limits:
     """A condition that the value of a setting has to satisfy, in addition to its type."""
-    holds: Callable  # holds(value, settings) returns True if valid; `settings` are all settings
-    message: str     # error message, printed after the invalid value
+    # A function holds(value, settings) that returns True if the value is valid. The argument
+    # `settings` has all settings of the program.
+    holds: Callable
+    message: str  # error message, printed after the invalid value
 
 
-FREE = "free"  # mark of settings that change results only by rounding errors, such as a batch size
-GROWING = "growing"  # mark of settings that can be increased to extend a finished run
+# The mark of settings that do not change the results of a run, except for rounding errors. For
+# example, --tokens-per-forward changes the results only by rounding errors.
+FREE = "free"
+# The mark of settings that can be increased to extend a run, such as --iterations.
+GROWING = "growing"
 
 
 def limited(kind, message: str, holds: Callable):

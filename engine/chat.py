@@ -24,9 +24,9 @@ class Encoder:
     all other tokens. If an agent did not write an end-of-turn token, one is appended with an action
     mask of 0.
 
-    The generation prompt of the template, such as "<|im_start|>assistant", is the end of the
-    opening or observation before the reply. If the template writes other text before a reply, such
-    as the space in Llama 2, this text is part of the reply.
+    The generation prompt of the template, such as "<|im_start|>assistant", belongs to the opening
+    or observation before a reply. If the template writes further text before a reply, such as the
+    space in Llama 2, this text belongs to the reply.
 
     Args:
         tokenizer: A tokenizer of transformers that has a chat template.
@@ -55,7 +55,7 @@ class Encoder:
         for count in range(len(messages)):
             self.encode(messages[:count + 1], opening=1)
 
-    # ---- encoding of the pieces of a conversation
+    # Methods that encode a piece of a conversation
 
     def start(self, messages: list[dict]) -> Ids:
         """Returns the token ids of the opening, including the first generation prompt.
@@ -118,7 +118,11 @@ class Encoder:
         return self.template.render(plain_messages, add_generation_prompt)
 
     def ids_after(self, context: str, text: str) -> Ids:
-        """Tokenises a text that follows a context, and returns the ids of the text only."""
+        """Tokenises a text that follows a context, and returns the ids of the text.
+
+        A tokenizer may produce other ids for a text if text is in front of it. The text is
+        therefore tokenised together with its context, and the ids of the context are removed.
+        """
         context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
         if ids[:len(context_ids)] != context_ids:
@@ -136,7 +140,7 @@ class Encoder:
                 f"{self.vocabulary_size:,}; resize the embedding, or use the model's own tokenizer")
         return ids
 
-    # ---- encoding of whole conversations
+    # Methods that encode or change whole replies, conversations and trajectories
 
     def encode(self, messages: list[dict], opening: int) -> tuple[Ids, Ids]:
         """Encodes a conversation piece by piece, and checks the result.
@@ -185,7 +189,12 @@ class Encoder:
         return t.ids, t.action_mask
 
     def check_whitespace(self, reply: str, number: int) -> None:
-        """Raises UsageError if the template would remove whitespace from the start of a reply."""
+        """Raises UsageError if a reply starts with whitespace that the chat template removes.
+
+        Args:
+            reply: The text of the reply.
+            number: The number of the message in its conversation, for the error message.
+        """
         if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_whitespace:
             self.template.refuse(f"its chat template removes the whitespace that message {number} "
                                  "begins with; remove it from the message, or use another model")
@@ -321,9 +330,9 @@ def hard_conversation() -> list[dict]:
     return messages
 
 
-# Some templates write today's date into the prompt. Then the prompt would change at midnight, and a
-# saved agent would get another prompt after training than during training. This macro is inserted
-# before such a template. It sets the date to 26 July 2024, the default in Llama 3's template.
+# Some templates write today's date into the prompt, so the prompt is different every day. Agents
+# should get the same prompt in training and later. Therefore, this macro is inserted before such a
+# template. It sets the date to 26 July 2024, which is the default in Llama 3's template.
 FIXED_DATE = """{%- macro strftime_now(form) -%}
     {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
         | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
@@ -349,11 +358,11 @@ class Template:
         UsageError: The tokenizer has no chat template, or the template cannot be split like this.
     """
 
-    # The text before and after messages. The comments show its values in the example above.
+    # The text before and after messages. Each comment shows the value in the ChatML example above.
     before_reply: str        # the empty string in ChatML, and a space in Llama 2
     after_reply: str         # <|im_end|>
     before_observation: str  # \n<|im_start|>user\n
-    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, with the generation prompt
+    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, generation prompt included
     end_token: str           # <|im_end|>, the end-of-turn token of a reply
     opening: str             # a sample opening, whose only message is "CONTENT"
     keeps_whitespace: bool   # True if the template keeps the outer whitespace of replies
@@ -383,7 +392,7 @@ class Template:
         closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
         changes = ("its chat template changes a message once it is answered; use an Instruct model "
                    "that does not think")
-        if len(pieces) != 4:  # the text before, between and after three contents
+        if len(pieces) != 4:  # the text before, between and after the three messages
             self.refuse(changes)
         special_tokens = self.special_tokens_in("".join([*pieces, closing]))
         self.special_tokens = sorted(special_tokens)

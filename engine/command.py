@@ -47,10 +47,10 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         run_class: `engine.run.Run` or a subclass.
         methods: The training methods, by name.
         program: The command that starts the program, for --help and error messages.
-        finish: An optional function finish(run), called on rank 0 after the last phase. It can
-            write summaries of the run, and returns a line to print.
+        finish: An optional function finish(run), which is called on rank 0 after the last phase. It
+            writes a summary of the run, such as an HTML page, and returns a line to print.
     """
-    # 1. Signals, output streams and settings.
+    # 1. Set up signal handlers and output streams, and parse the settings.
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     # Characters that the console cannot encode are escaped, because an encoding error would end the
@@ -66,7 +66,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         settings, options = parse(argv, settings_class, methods, environment, program)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
-        # 2. The run.
+        # 2. Run the method.
         method = methods[settings.method]
         run = run_class(settings, options, method.beside)
         # Exclude all imported objects from garbage collection. Visiting them takes 0.2 s each time.
@@ -74,7 +74,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         method.loop(run)
         run.close()
 
-        # 3. The result.
+        # 3. Print the results.
         page = finish(run) if finish and run.main else ""
         # Experiment trackers such as wandb may print a summary here, so print the result after it.
         run.machine.accelerator.end_training()
@@ -111,7 +111,7 @@ def closing_lines(run, page: str) -> list[str]:
 
 
 def is_unread() -> bool:
-    """Returns True if stdout or stderr is a pipe whose reader has closed it."""
+    """Returns True if stdout or stderr is a pipe and its reader has exited, as in `... | head`."""
     pipes = select.poll()
     pipes.register(1, 0)
     pipes.register(2, 0)
@@ -140,7 +140,7 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
                 "another --out")
     if isinstance(error, RuntimeError) and any(message in text for message in PEER_GONE):
         return f"process {rank()} ends because another process ended; see the message of that one"
-    if isinstance(error, FloatingPointError):  # resuming does not help, it would fail again
+    if isinstance(error, FloatingPointError):  # a resumed run would fail with the same error
         return f"{text}; lower the learning rate and give another --out"
     if FULL.search(text):
         text += "; make room on the disk"

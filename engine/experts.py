@@ -70,8 +70,8 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
     """Returns the contents of all tasks in the evaluation splits.
 
-    Tasks are compared by content and not by task id, because the same task may occur under several
-    ids.
+    Other functions compare tasks by these contents instead of task ids, because the same task may
+    have several ids.
     """
     contents = set()
     for split in splits:
@@ -83,8 +83,8 @@ def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
 def check_not_trained_on(run) -> None:
     """Checks that the evaluation tasks are not among the training tasks of the initial models.
 
-    The initial models are those that the run's settings refer to. The training tasks of a model are
-    only known if the model is inside the folder of a run. Other models are not checked.
+    The initial models are those given with --model and --failure-from. The training tasks of a
+    model are only known if the model is inside the folder of a run. Other models are not checked.
 
     Raises:
         UsageError: A model was trained on a task that this run evaluates.

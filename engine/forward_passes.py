@@ -1,8 +1,8 @@
 """Forward passes on padded batches of trajectories, distributed over all ranks.
 
-`Run.log_probs` calls `distributed_log_probs`. (On a CPU, it usually calls `engine.prefix_sharing`
-instead.) How trajectories are grouped into batches does not change the results, except for rounding
-errors. It only changes the running time.
+`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. The way in
+which trajectories are grouped into batches only affects the running time, and the results by
+rounding errors.
 """
 
 import math
@@ -14,8 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpo import Trajectory, in_fp32, token_log_probs
 
-CANDIDATES = 64  # number of batch sizes that `schedule_rounds` tries [ours]
-# Forward passes with fewer tokens than this take about as long as one with this many tokens [ours].
+# `schedule_rounds` tries this many limits on the number of tokens in a forward pass. The value is
+# our choice.
+CANDIDATES = 64
+# The minimum number of tokens in the time estimate of a forward pass. Forward passes with fewer
+# tokens take about as long as one with 1,024 tokens. The value is our choice.
 MIN_COST = 1024
 Pass = list[int]  # the indices of the trajectories in a forward pass, the longest one first
 
@@ -27,7 +30,9 @@ def distributed_log_probs(
     tokens: int,
     logits_processor: Callable = in_fp32,
 ) -> Tensor:
-    """Computes `dpo.token_log_probs` of many trajectories in forward passes on all ranks.
+    """Computes the same log-probabilities as `dpo.token_log_probs`, but in parallel on all ranks.
+
+    The trajectories are grouped into several forward passes, which are distributed over the ranks.
 
     Args:
         accelerator: The Accelerator of Hugging Face accelerate.
@@ -73,7 +78,7 @@ def distributed_log_probs(
     # `dpo.average_gradients` compute the mean over ranks. Multiplying each rank's gradient by the
     # number of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
-    gradient = ranks * (own - own.detach())  # the value is 0, but the gradient is ranks * d(own)
+    gradient = ranks * (own - own.detach())  # the value is 0, only the gradient is needed
     return value + gradient
 
 

@@ -38,7 +38,8 @@ from dpo import Ids
 from engine.forward_passes import batch_by_length
 from engine.sampling import PREFILL_CHUNK, Reply, Sampled, TokenSampler
 
-# C is rounded up to a multiple of this, because attention kernels are faster at such sizes [ours].
+# C is rounded up to a multiple of this number, because attention kernels are faster at such sizes.
+# The value is our choice.
 COLUMN_MULTIPLE = 16
 
 
@@ -283,10 +284,10 @@ class KVCacheLayer(CacheLayerMixin):
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
     """Computes grouped-query attention (GQA), with a faster implementation for decode steps.
 
-    The result is the same as with the "sdpa" attention of transformers, which is called unless it
-    is a decode step (n = 1). In a decode step, the G queries that share a key-value head are
-    treated as G queries of a single head, (B, H / G, G, d). This avoids repeating each key and
-    value G times.
+    The result is the same as that of the "sdpa" attention function of transformers. For inputs with
+    n > 1, this function is called. In a decode step (n = 1), the G query heads that share a
+    key-value head are treated as G tokens of a single query head, (B, H / G, G, d). Then keys and
+    values do not have to be repeated G times in memory.
 
     Args:
         module: The attention layer.

@@ -1,8 +1,8 @@
 """Prefix sharing: a forward pass that processes a common prefix of several trajectories only once.
 
-`Run.log_probs` uses this module on a CPU, if the model passes the check in `engine.self_check`.
-There, matmuls take most of the time, and prefix sharing reduces the number of tokens to multiply.
-In all other cases, `Run.log_probs` uses `engine.forward_passes`.
+`Run.log_probs` uses this module if training runs on a single CPU process and the model passes the
+check in `engine.self_check`. On a CPU, most of the time is spent in matmuls, and prefix sharing
+makes them smaller. In all other cases, `Run.log_probs` uses `engine.forward_passes`.
 
 Trajectories are packed into a single sequence. For example, "a b c" and "a b d" share "a b":
 
@@ -30,7 +30,8 @@ from dpo import Ids, Trajectory, chunk_by_cost, in_fp32, logits_at, pad_right
 from engine.forward_passes import batch_by_length
 from engine.kv_cache import common_prefix_length
 
-ATTENTION_TOKENS = 512  # maximum number of tokens in an attention batch, padding included [ours]
+# The maximum number of tokens in an attention batch, padding included. The value is our choice.
+ATTENTION_TOKENS = 512
 
 
 def log_probs(
@@ -57,7 +58,8 @@ def log_probs(
 
 
 def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Callable) -> Tensor:
-    """Does the same as `log_probs`, but in a single forward pass on all trajectories."""
+    """Computes the log-probabilities of `log_probs` in a single forward pass on all trajectories.
+    """
     ids, position_ids, paths = pack_prefix_tree(trajectories)
 
     # 1. Group trajectories of similar length into attention batches. The outputs of all batches

@@ -60,7 +60,7 @@ def play(
                 running.append((env, t, episode_with_retries(env, encoder, t, max_tokens)))
                 replies.append(None)  # the first value sent to a Python generator must be None
 
-            # 3. All environments take a step.
+            # 3. Each environment executes the reply of its episode, or starts a new episode.
             episodes = [steps for _, _, steps in running]
             results = list(threads.map(advance, episodes, replies))
             unfinished = []

@@ -42,7 +42,7 @@ MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 @torch.inference_mode()
 def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
-    """Tests the backends with a model, and returns those that compute correct log-probabilities.
+    """Tests all backends with a model, and selects those that compute correct log-probabilities.
 
     The reference is a plain forward pass at batch size 1, without padding and without a KV cache. A
     backend is correct if its log-probabilities are the same, up to TOLERANCE. Typical bugs are
@@ -62,8 +62,8 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
 
     Returns:
         A dict with two entries. `replies` is the fastest correct backend for generation, one of
-        REPLY_BACKENDS. `passes` is a list of all correct backends for forward passes, a part of
-        PASS_BACKENDS.
+        REPLY_BACKENDS. `passes` is a list of all correct backends for forward passes, a subset
+        of PASS_BACKENDS.
 
     Raises:
         UsageError: No backend for generation is correct. GPU and out-of-memory errors are not
@@ -127,9 +127,8 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     4. A sequence of a third of `longest` tokens, because some bugs occur neither in long nor in
        short sequences. It is left out if it is not longer than sequence 3.
 
-    The lengths between a third of `longest` and the long sequences are not tested. Some models
-    behave differently beyond a certain length. If a sequence grew past this length during the
-    check, a correct backend could seem to be wrong.
+    No other lengths are tested, because some models behave differently beyond a certain length. If
+    a sequence grew past this length during the check, a correct backend could seem to be wrong.
     """
     rng = random.Random(0)
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
