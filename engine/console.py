@@ -36,10 +36,11 @@ def phrase(name: str, value, row: dict) -> str:
 
     Args:
         name: The name of the result, for example "success" or "loss".
-        value: The value of the result. It is a number, or a dict of counts by kind. A dict is
-            printed as the total followed by the counts, for example "9 pairs (6 a, 3 b)".
-        row: The phase's record in phases.json. If it has an entry "first_" + name, such as the loss
-            of the first step, this value and the final value are printed with an arrow.
+        value: The value of the result. It is a number, or a dict of counts by kind. For example,
+            {"expert>target": 6, "target>target": 3} with the name "pairs" is printed as
+            "9 pairs (6 expert>target, 3 target>target)".
+        row: The phase's record in phases.json. It may also contain the first value of the result,
+            such as "first_loss". Then both values are printed, as in "loss 0.693 -> 0.512".
     """
     if isinstance(value, dict):
         counts = ", ".join(f"{count:,} {kind}" for kind, count in value.items())

@@ -70,8 +70,8 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
     """Returns the contents of all tasks in the evaluation splits.
 
-    Other functions compare tasks by these contents instead of task ids, because the same task may
-    have several ids.
+    Tasks are identified by their content. Task ids are not suitable for this, because the same task
+    may have several ids.
     """
     contents = set()
     for split in splits:
