@@ -1,4 +1,4 @@
-"""The files of a run: JSON and JSON lines, locks, and hashes that identify inputs."""
+"""Helpers for the files of a run: reading and writing JSON, file locks, hashes and seeds."""
 
 import hashlib
 import json
@@ -16,14 +16,18 @@ from common.settings import UsageError
 
 
 def read_json(file: Path) -> dict:
-    """Returns the JSON object in a file. Raises UsageError if it is not complete."""
+    """Returns the JSON object in a file as a dict.
+
+    Raises UsageError if the file does not contain a valid JSON object, for example because it is
+    truncated.
+    """
     return parse_object(file.read_bytes(), file)
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """Returns the JSON objects in a file, one per line.
+    """Returns the rows of a JSON lines file as a list of dicts.
 
-    Raises UsageError with the line number if an object is not complete.
+    Raises UsageError with the line number if a line is not a valid JSON object.
     """
     lines = file.read_bytes().split(b"\n")
     if not lines[-1]:  # the file ends with a line break
@@ -34,7 +38,7 @@ def read_jsonl(file: Path) -> list[dict]:
 def parse_object(data: bytes, location) -> dict:
     try:
         value = json.loads(data.decode())
-    except ValueError:  # no JSON, or no UTF-8
+    except ValueError:  # the data is not valid JSON or not valid UTF-8
         value = None
     if isinstance(value, dict):
         return value
@@ -44,10 +48,10 @@ def parse_object(data: bytes, location) -> dict:
 
 
 def write_json(file: Path, value) -> None:
-    """Writes a value as JSON.
+    """Writes a value to a JSON file.
 
-    The file is written under a temporary name and then renamed, so that an interruption leaves
-    either the old file or the new one.
+    The data is first written to a temporary file, which is then renamed. If the program is
+    interrupted, the file therefore has either its old content or its new content.
     """
     temporary = file.with_name(f"{file.name}.tmp")
     temporary.write_text(json.dumps(value, indent=1))
@@ -55,7 +59,12 @@ def write_json(file: Path, value) -> None:
 
 
 def write_jsonl(file: Path, rows: list) -> None:
-    """Writes dictionaries, or the fields of dataclasses that are not None, one per line."""
+    """Writes rows to a JSON lines file.
+
+    Args:
+        file: The file. Existing content is overwritten.
+        rows: Dicts or dataclass objects. Fields of a dataclass object that are None are left out.
+    """
     with open(file, "w") as lines:
         for row in rows:
             if not isinstance(row, dict):
@@ -65,9 +74,10 @@ def write_jsonl(file: Path, rows: list) -> None:
 
 
 def whole_lines(file: Path) -> list[dict]:
-    """Returns the JSON objects in a log, or an empty list if there is no log.
+    """Returns the rows of a JSON lines file, or an empty list if the file does not exist.
 
-    An incomplete last line, which an interruption may leave, is removed from the file.
+    If the program was interrupted while writing, the last line may be incomplete. In this case, the
+    incomplete line is deleted from the file.
     """
     if not file.exists():
         return []
@@ -77,9 +87,10 @@ def whole_lines(file: Path) -> list[dict]:
 
 
 def plain(values: dict) -> dict:
-    """Returns values as JSON represents them, with scalars of numpy and torch as numbers.
+    """Converts the values of a dict to plain JSON types.
 
-    Raises TypeError or ValueError with the name of a value that JSON cannot represent.
+    For example, tuples become lists, and numpy or torch scalars become numbers. Raises TypeError or
+    ValueError if JSON cannot represent a value. The error message contains the name of the value.
     """
     converted = {}
     for name, value in values.items():
@@ -98,7 +109,7 @@ def scalar(value):
 
 
 def remove(path: Path) -> None:
-    """Deletes a file, a folder or a link, if it exists."""
+    """Deletes a file, a folder or a symbolic link. Does nothing if the path does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -106,12 +117,13 @@ def remove(path: Path) -> None:
 
 
 def lock(folder: Path):
-    """Locks a run's folder against other processes, and returns the lock.
+    """Locks the folder of a run, so that no other process can use it, and returns the lock.
 
-    A disk that does not support locks is used without one. Raises UsageError if another process
-    holds the lock.
+    Some file systems do not support locks. On these, the folder stays unlocked. Raises UsageError
+    if another process holds the lock.
     """
-    # A singleton is reentrant in its process, so a notebook can repeat a cell that failed.
+    # With is_singleton, the same process can acquire the lock again. This is needed in notebooks: a
+    # cell that failed while it held the lock can be executed again.
     lock = FileLock(folder / "lock", is_singleton=True)
     try:
         lock.acquire(blocking=False)
@@ -124,7 +136,10 @@ def lock(folder: Path):
 
 
 def run_of(agent: Path) -> Path | None:
-    """Returns the folder of the run that made an agent, or None if its folder is in no run."""
+    """Returns the folder of the run that trained an agent.
+
+    Returns None if the agent's folder is not inside the folder of a run.
+    """
     for folder in agent.resolve().parents[:2]:
         if (folder / "phases.json").exists():
             return folder
@@ -135,26 +150,34 @@ def run_of(agent: Path) -> Path | None:
 
 
 def hash_of(value) -> str:
-    """Returns a hash of a value's JSON, 16 hexadecimal digits."""
+    """Returns a hash of a value that can be written as JSON, as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def seed_of(*names) -> int:
-    """Returns a seed of 48 bits, which depends only on the given names and numbers."""
+    """Returns a 48-bit random seed that is computed from the given names and numbers.
+
+    The same arguments always give the same seed.
+    """
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
 def input_key(given, agents: dict[Path, str]):
-    """Returns the key of a phase's input, which changes when the input does.
+    """Returns a key that identifies the content of a phase's input.
+
+    The key becomes part of the phase's cache key (see `Run.once`). If the input changes, the key
+    changes, and the phase runs again.
 
     Args:
-        given: A path, or a list or dictionary of inputs.
-        agents: Keys by path. An agent of the run has the cache key of its phase, and a base model
-            from the hub has its commit.
+        given: The input: a path, or a list or dict of inputs.
+        agents: A dict that maps the folders of models to their keys. The key of an agent that this
+            run trained is the cache key of the training phase. The key of a base model from the
+            Hugging Face Hub is its commit hash.
 
     Returns:
-        The key in `agents`, if the path has one. Otherwise a hash of a file's bytes, or the names
-        and hashes of a folder's files. For several inputs, a list of keys.
+        For a file, a hash of its bytes. For a folder in `agents`, the key from `agents`. For any
+        other folder, a list with the name and the hash of each of its files, or the path itself if
+        the folder has no files. For a list or dict of inputs, a list of their keys.
     """
     if isinstance(given, dict):
         given = list(given.values())
@@ -174,7 +197,11 @@ def input_key(given, agents: dict[Path, str]):
 
 
 def files_in(given) -> list[Path]:
-    """Returns the files among a phase's inputs, which have the form that `input_key` takes."""
+    """Returns the paths of all files among the inputs of a phase, without folders.
+
+    Args:
+        given: The inputs: a path, or a list or dict of inputs.
+    """
     if isinstance(given, Path):
         return [given] if given.is_file() else []
     files = []
@@ -184,15 +211,20 @@ def files_in(given) -> list[Path]:
 
 
 def is_edited(file: Path, row: dict) -> bool:
-    """Returns True if a file has changed since its phase, with the record `row`, wrote it."""
+    """Returns True if the output file of a phase was edited after the phase wrote it.
+
+    Args:
+        file: The output file.
+        row: The phase's record in phases.json. It contains the hash of the original file.
+    """
     return "hash" in row and file.is_file() and file_hash(file) != row["hash"]
 
 
 def file_hash(file: Path) -> str:
-    """Returns a hash of a file's bytes.
+    """Returns the SHA-256 hash of a file's bytes.
 
-    The hash is cached until the file's size or time of change differs, so that a large file is read
-    only once.
+    The hash is cached, so that a large file is read only once. It is computed again if the size or
+    the modification time of the file changes.
     """
     stat = file.stat()
     return digest_of(file, stat.st_size, stat.st_mtime_ns)

@@ -1,13 +1,15 @@
-"""Settings: declares them, parses them from a command line, checks them, and prints --help.
+"""Settings of a run: declaration, command-line parsing, validation, and the --help text.
 
-A setting is a field of a frozen dataclass. The comment above the field or behind it is its --help
-text, and ends with the source of the default in brackets. The type limits the values. It is a plain
-type, a Literal, Optional[str], or one of the types below.
+A setting is a field of a frozen dataclass. Its --help text is the comment above the field or at the
+end of the field's line. The comment ends with the source of the default value in brackets, such as
+[App. B]. The field's type restricts the allowed values. It is a plain type such as int, a Literal,
+Optional[str], or one of the types defined below, such as Rate.
 
     # Beta of Eq. (7) in iteration 1 [App. B; ETO]
     beta: Rate = 0.1
 
-The first line of a class's docstring is the heading of its settings in --help.
+In --help, the settings of a class are listed under a heading, which is the first line of the
+docstring of the class.
 """
 
 import argparse
@@ -34,9 +36,9 @@ from typing import (
 
 
 class UsageError(ValueError):
-    """An input from the user that cannot be used.
+    """An error in the user's input, such as an invalid setting or a missing file.
 
-    The message is one line, which names the object, its value and a remedy.
+    The message is a single line. It names the setting or file, its value, and how to fix the error.
     """
 
 
@@ -45,17 +47,28 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """A condition on the values of a setting, beyond its type."""
-    holds: Callable  # holds(value, settings) -> bool, with all settings of the run
-    message: str     # printed after a value for which the condition is false
+    """A condition that the value of a setting has to satisfy, in addition to its type."""
+    # A function holds(value, settings) that returns True if the value is valid. The argument
+    # `settings` has all settings of the program.
+    holds: Callable
+    message: str  # error message, printed after the invalid value
 
 
-FREE = "free"  # marks a setting that affects only the rounding of a run's results
-GROWING = "growing"  # marks a setting that, if increased, only adds outputs to a run
+# The mark of settings that do not change the results of a run, except for rounding errors. For
+# example, --tokens-per-forward changes the results only by rounding errors.
+FREE = "free"
+# The mark of settings that can be increased to extend a run, such as --iterations.
+GROWING = "growing"
 
 
 def limited(kind, message: str, holds: Callable):
-    """Returns the type of a setting whose values are of type `kind` and satisfy holds(value)."""
+    """Returns a type annotation for settings with a restricted range of values.
+
+    Args:
+        kind: The type of the values. None is always allowed as a value.
+        message: The error message if a value is outside the range.
+        holds: A function holds(value) that returns True if the value is in the range.
+    """
     return Annotated[kind, Limits(lambda value, settings: value is None or holds(value), message)]
 
 
@@ -67,13 +80,15 @@ Count = limited(int, "must be at least 1", lambda n: n >= 1)
 Rate = limited(float, "must be above 0", lambda x: x > 0)
 Weight = limited(float, "must be at least 0", lambda x: x >= 0)
 Share = limited(float, "must be at least 0 and below 1", lambda x: 0 <= x < 1)
-# Logits are divided by the temperature, and the quotients must stay within the range of float32.
+# The minimum of 0.001 prevents an overflow: the logits are divided by the temperature, and the
+# results have to stay within the range of float32.
 Temperature = limited(float, "must be 0 (greedy decoding) or at least 0.001",
                       lambda x: x == 0 or x >= 0.001)
 OldFile = limited(Optional[str], "does not exist; give an existing file or folder",
                   lambda name: Path(name).exists())
-# Condition on settings of real environments. The vocabulary of the tiny model covers only the
-# built-in environments.
+# A condition on settings that enable a real environment, such as a WebShop server. The model "tiny"
+# cannot be used in real environments, because its vocabulary only contains the words of the
+# built-in ones.
 REAL = Limits(lambda value, settings: not value or settings.model != "tiny",
               "needs a real language model; give another --model than tiny")
 FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isfinite(value),
@@ -84,48 +99,57 @@ FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isf
 
 
 class Stated:
-    """Base class of settings, which also declares presets, conflicts and the content of --help."""
-    essential = ()  # names of the settings that --help lists; --help all lists all of them
-    # Preset name -> setting name -> value that replaces the default. A preset is named after a
-    # model, a protocol or a method ("--method NAME"), and applies if `preset_names` returns it.
+    """Base class of settings classes. A subclass may define presets and conflicts of settings."""
+    essential = ()  # names of the most important settings: --help lists these, --help all lists all
+    # Presets replace the default values of several settings at once. The dict maps the name of a
+    # preset to {setting name: value}. A preset is named after a model, a protocol or a method
+    # ("--method NAME"). `preset_names` selects the presets of a run.
     presets = {}
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
-        """Returns the names of the presets that apply to these values, by increasing priority."""
+        """Returns the names of the presets that apply to a run, by increasing priority.
+
+        Args:
+            values: The values of all settings, by name.
+        """
         model = values["model"]
         protocol = values.get("protocol", "ours")
         names = ["", model, protocol, f"{model} {protocol}", f"--method {values['method']}"]
         return [*names, "quick", f"quick {model}"] if values.get("quick") else names
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        """Returns possible conflicts between settings, as (is a conflict, flags, message).
+        """Checks for settings that cannot be combined.
 
         Args:
-            s: All settings of the run, including those of its environment.
+            s: All settings of the run, including the settings of its environment.
+
+        Returns:
+            A list of tuples (is_conflict, flags, message), with one tuple per check. If is_conflict
+            is true, "flags: message" is printed as an error.
         """
         return []
 
 
 class Method(NamedTuple):
-    """A training method."""
-    loop: Callable    # loop(run) runs the method
-    reads: tuple      # the settings that the method reads, as classes or names
+    """A training method, which --method selects by name."""
+    loop: Callable    # loop(run) runs the whole method
+    reads: tuple      # the settings that the method uses: names, or classes with all their settings
     about: str        # description for --help
-    beside: bool = False  # True if pi_ref, the reference model, stays in memory during training
-    # A function settings -> the number of trajectories in a task's largest group
+    beside: bool = False  # True if training also needs the reference model pi_ref in GPU memory
+    # A function settings -> the number of trajectories in the largest group of a task
     group: Callable = lambda s: 1
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting."""
+    """The declaration of a setting, as read from a field of a settings class."""
     name: str
-    kind: object    # type, without marks
-    marks: tuple    # Limits objects, FREE or GROWING
+    kind: object    # the type without its marks, for example float for Rate
+    marks: tuple    # the marks of the type: Limits objects, FREE and GROWING
     default: object
-    heading: str    # heading of its class in --help
-    comment: str
+    heading: str    # the --help heading under which the setting is listed
+    comment: str    # the --help text
 
     @property
     def flag(self) -> str:
@@ -134,14 +158,15 @@ class Setting:
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
-    """Returns the settings of a class and of its base classes, by name."""
+    """Returns the declarations of all settings of a class, including inherited ones, by name."""
     plain_types = get_type_hints(kind)
     annotated_types = get_type_hints(kind, include_extras=True)
-    descriptions = {}  # name -> heading and comment
+    descriptions = {}  # setting name -> (heading, comment)
     for base in reversed(kind.__mro__):
         if "__annotations__" in vars(base):
             for name, comment in comments_of(base).items():
-                # The heading is that of the first class that declares the setting.
+                # A subclass may override the default and the comment of an inherited setting. The
+                # setting is still listed under the heading of the base class.
                 heading, _ = descriptions.get(name, (heading_of(base), ""))
                 descriptions[name] = heading, comment
 
@@ -154,20 +179,24 @@ def settings_of(kind: type) -> dict[str, Setting]:
 
 
 def heading_of(kind: type) -> str:
-    """Returns the first line of a class's docstring, without its full stop."""
+    """Returns the --help heading of a class: the first line of its docstring, without the period.
+    """
     doc = inspect.getdoc(kind) or ""
-    if not doc or doc.startswith(f"{kind.__name__}("):  # the default docstring of a dataclass
+    # A dataclass without a docstring has a generated one, such as "Settings(beta: float = 0.1)".
+    if not doc or doc.startswith(f"{kind.__name__}("):
         return f"{kind.__module__.split('.')[-1]}'s own settings"
     return doc.splitlines()[0].rstrip(".")
 
 
 def comments_of(kind: type) -> dict[str, str]:
-    """Returns the comments of a class's fields by name, taken from its source.
+    """Reads the comments on the fields of a class from its source code.
 
-    A field's comment is at the end of its line, or else in the lines above it.
+    Returns:
+        A dict that maps field names to comments. The comment of a field is the one at the end of
+        its line, or otherwise the comment lines directly above it.
     """
     comments = {}
-    above = []  # comment lines since the last line of code
+    above = []  # the comment lines since the last line of code
     for line in inspect.getsource(kind).splitlines():
         code, _, comment = line.strip().partition("#")
         field = re.match(r"(\w+): ", code)
@@ -185,12 +214,12 @@ def flag(name: str) -> str:
 
 
 def has_mark(kind: type, name: str, mark: str) -> bool:
-    """Returns True if a class has a setting of this name with the given mark."""
+    """Returns True if a class has a setting called `name`, and this setting has the given mark."""
     return name in settings_of(kind) and mark in settings_of(kind)[name].marks
 
 
 def names_in(reads: tuple) -> set[str]:
-    """Returns the names of all settings in `Method.reads`, which holds classes and single names."""
+    """Returns the names of all settings in `reads`, which has the format of `Method.reads`."""
     names = set()
     for entry in reads:
         if isinstance(entry, str):
@@ -204,10 +233,10 @@ def names_in(reads: tuple) -> set[str]:
 
 
 def command_words(argv: list[str]) -> list[str]:
-    """Returns the command-line arguments, with ~ expanded in values.
+    """Returns the command-line arguments, with ~ in values replaced with the home directory.
 
-    Raises UsageError if a value is empty, for example because a shell variable is unset. An empty
-    value would otherwise have the same effect as none, without a message.
+    Raises UsageError if a value is empty. The usual cause is an unset shell variable, as in
+    --model "$MODEL". If empty values were accepted, the program would silently ignore the flag.
     """
     words = []
     for n, word in enumerate(argv):
@@ -233,22 +262,24 @@ def parse(
     environment: Callable,
     program: str = "python coevolve.py",
 ):
-    """Parses the settings of a run from a command line. With --help, prints them and exits.
+    """Parses and checks the settings of a run. With --help, prints the help text and exits.
 
     Args:
-        argv: The command-line arguments.
-        kind: The class of the settings, which extends `Stated`.
-        methods: The methods that --method can select, by name.
-        environment: environment(name) returns the class of an environment's own settings.
-        program: Name of the program in --help.
+        argv: The command-line arguments, without the program name.
+        kind: The settings class of the program, a subclass of `Stated`.
+        methods: The training methods that --method can select, by name.
+        environment: A function that takes the name of an environment and returns the settings class
+            of this environment.
+        program: The command that starts the program, for the usage line of --help.
 
     Returns:
-        The settings, an object of the class `kind`, and the environment's own settings.
+        A pair of the program's settings, an object of class `kind`, and the settings of the
+        environment.
 
     Raises:
-        UsageError: Settings are wrong. The message lists all of them.
+        UsageError: Some settings are invalid. The message lists all invalid settings.
     """
-    # 1. Parse --env first, because each environment has settings of its own.
+    # 1. Parse --env first, because the other valid flags depend on the environment.
     argv = command_words(argv)
     env_parser = Parser(add_help=False, allow_abbrev=False)
     env_parser.add_argument("--env", default=kind.env)
@@ -287,10 +318,19 @@ def parse(
 
 
 def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
-    """Returns the value of each setting, and the origin of each value that is no default.
+    """Determines the values of all settings from the command line, the presets and the defaults.
 
-    A value on the command line has priority over presets, a later preset over an earlier one, and
-    presets over the default.
+    The command line has the highest priority. Next come the presets, of which a later one has
+    priority over an earlier one. The defaults have the lowest priority.
+
+    Args:
+        given: The values from the command line, by setting name.
+        kind: The settings class of the program.
+        options: The settings class of the environment.
+
+    Returns:
+        Two dicts: the value of each setting, and the origin of each value that is not the default.
+        An origin is "given" for the command line, or the name of a preset such as "preset tiny".
     """
     declared = settings_of(kind) | settings_of(options)
     values = {name: setting.default for name, setting in declared.items()}
@@ -298,15 +338,19 @@ def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
     origins = {}
     for preset in kind.preset_names(values | given):
         replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
-        values |= replaced  # includes settings of programs that extend this one
+        values |= replaced  # may also contain settings that only another program declares
         origins |= dict.fromkeys(replaced, f"preset {preset or env}")
     return values | given, origins | dict.fromkeys(given, "given")
 
 
 def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program: str):
-    """Returns a parser for these settings, and its arguments by name.
+    """Creates the command-line parser for the given settings.
 
-    The parser returns only the settings that are given.
+    The result of the parser contains only the settings that occur on the command line.
+
+    Returns:
+        The parser, and a dict that maps setting names to argparse actions. The actions are needed
+        to set the help texts later.
     """
     lines = [f"  {name:12} {method.about}" for name, method in methods.items()]
     parser = Parser(
@@ -330,7 +374,7 @@ def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program:
 
 
 def argparse_keywords(setting: Setting) -> dict:
-    """Returns the keyword arguments of add_argument that describe a setting's values."""
+    """Returns the keyword arguments for `add_argument`, according to the type of a setting."""
     if get_origin(setting.kind) is Literal:
         return dict(choices=get_args(setting.kind))
     if setting.kind is bool:
@@ -341,9 +385,14 @@ def argparse_keywords(setting: Setting) -> dict:
 
 
 def help_of(setting: Setting, value, origin: str | None) -> str:
-    """Returns a setting's --help text: its comment, then its value and the origin of the value.
+    """Returns the --help text of a setting: its comment, its value, and where the value comes from.
 
-    For example: "... 2.0 (preset tiny; default 0.1 [Section 4.3])".
+    For example: "Beta of Eq. (7): 2.0 (preset tiny; default 0.1 [Section 4.3])".
+
+    Args:
+        setting: The declaration of the setting.
+        value: The value of the setting in this run.
+        origin: The origin of the value (see `values_of`), or None if the value is the default.
     """
     text, source = re.fullmatch(r"(.*?) *(\[[^][]*\])?", setting.comment).groups("")
     default = f"default {setting.default} {source}".strip()
@@ -356,7 +405,17 @@ def help_of(setting: Setting, value, origin: str | None) -> str:
 
 def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], settings,
                 env_settings) -> list[str]:
-    """Returns messages about settings that the method does not read, limits and conflicts."""
+    """Checks the settings, and returns a list of error messages, which is empty if all are valid.
+
+    It reports settings that were given but are not used by the selected method, values that violate
+    a limit, and conflicts between settings.
+
+    Args:
+        declared: The declarations of all settings, by name.
+        given: The values from the command line, by setting name.
+        reads: The names of the settings that the method and the environment use.
+        settings, env_settings: The settings of the program and of the environment.
+    """
     problems = []
     for name in given:
         if name not in reads:
@@ -378,15 +437,16 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
 
 
 def check_same(before: dict, now: dict, kind: type) -> None:
-    """Raises UsageError if a run is resumed with other settings than it was started with.
+    """Checks that a run is resumed with the same settings as before. Raises UsageError otherwise.
 
-    Free settings may change, and Growing settings may increase. Two programs may share a run's
-    folder, so a setting that one of them does not have is not compared.
+    There are two exceptions: Free settings may change, and Growing settings may increase. A setting
+    that is missing in `before` or `now` is ignored, because two programs with different settings
+    may use the same run folder.
 
     Args:
-        before: The settings in the run's folder.
-        now: The settings to resume with.
-        kind: The class of the settings.
+        before: The settings that are stored in the run's folder.
+        now: The settings of the current command.
+        kind: The settings class.
     """
     changed = []
     for name in before.keys() & now.keys():

@@ -1,4 +1,4 @@
-"""The machinery beneath coevolve.py, dpo.py and envs.py.
+"""Infrastructure for coevolve.py, dpo.py and envs.py: generation, training runs, rollouts, files.
 
-Each module is about one topic and can be read by itself.
+Each module covers one topic and can be read on its own.
 """

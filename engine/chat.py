@@ -1,7 +1,9 @@
-"""Chat templates: encodes conversations as token ids, with a mask of the agent's own tokens.
+"""Chat templates: encodes multi-turn conversations as token ids and action masks.
 
-A run uses `Encoder`, which makes the ids of an opening, of replies and of observations, and the
-action mask with them. `Template` takes a tokenizer's chat template apart for it.
+A conversation starts with an opening: the messages before the agent's first reply. Then come the
+replies of the agent and the observations of the environment, in turn. `Encoder` encodes each of
+these pieces separately. For this, `Template` splits the tokenizer's chat template into the text
+before and after each message.
 """
 
 import hashlib
@@ -13,34 +15,39 @@ from engine.sampling import Sampler
 
 
 class Encoder:
-    """Encodes conversations piece by piece: an opening, then replies and observations in turn.
+    """Encodes a conversation piece by piece: the opening, then replies and observations in turn.
 
-    Each piece is tokenised once, when it is added. The ids that an agent sampled are therefore
-    never replaced by a new tokenisation of their text. The action mask is made together with the
-    ids. It is 1 on replies, including their end-of-turn tokens, and 0 on all other tokens. An
-    end-of-turn token that was appended to an agent's reply has 0.
+    Each piece is tokenised only once, when it is added to the conversation. The token ids that an
+    agent sampled are kept unchanged. Decoding and tokenising the text again could give other ids.
 
-    An opening or observation ends with the template's generation prompt. Anything else that the
-    template writes before a reply, such as Llama 2's space, belongs to the reply.
+    The action mask is 1 for the tokens of replies, including their end-of-turn tokens, and 0 for
+    all other tokens. If an agent did not write an end-of-turn token, one is appended with an action
+    mask of 0.
+
+    The generation prompt of the template, such as "<|im_start|>assistant", belongs to the opening
+    or observation before a reply. If the template writes further text before a reply, such as the
+    space in Llama 2, this text belongs to the reply.
 
     Args:
-        tokenizer: A tokenizer of transformers with a chat template.
-        vocabulary_size: Number of rows of the model's embedding. The default is the tokenizer's
-            largest id plus 1.
+        tokenizer: A tokenizer of transformers that has a chat template.
+        vocabulary_size: The number of rows in the model's embedding matrix. The default is the
+            tokenizer's largest token id plus 1.
 
     Raises:
-        UsageError: The ids of the pieces differ from those of the rendered conversation.
+        UsageError: The tokenizer cannot be used. For a test conversation, encoding it piece by
+            piece gives other ids than tokenising the whole conversation at once.
     """
 
     def __init__(self, tokenizer, vocabulary_size: int | None = None):
         self.tokenizer = tokenizer
-        all_ids = tokenizer.get_vocab().values()  # they may have gaps
+        all_ids = tokenizer.get_vocab().values()  # some ids below the largest one may be unused
         self.vocabulary_size = vocabulary_size or max(all_ids) + 1
         self.valid_ids = {i for i in all_ids if i < self.vocabulary_size}
         self.template = Template(tokenizer)
         self.special_tokens = self.template.special_tokens
-        # Some tokenizers match their tokens in the normalised text, in normalised form. A message
-        # must contain neither form.
+        # Special tokens that a message must not contain. Some tokenizers normalise a text, for
+        # example to lower case, before they search for special tokens. Therefore, the normalised
+        # forms of special tokens are not allowed, either.
         normalised = map(self.template.normalised, self.special_tokens)
         self.forgeries = sorted({*self.special_tokens, *normalised} - {""})
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end_token)
@@ -48,29 +55,42 @@ class Encoder:
         for count in range(len(messages)):
             self.encode(messages[:count + 1], opening=1)
 
-    # Encoding of pieces.
+    # Methods that encode a piece of a conversation
 
     def start(self, messages: list[dict]) -> Ids:
-        """Returns the ids of an opening, including the generation prompt of the first reply."""
+        """Returns the token ids of the opening, including the first generation prompt.
+
+        Args:
+            messages: The messages before the first reply, each {role, content}.
+        """
         return self.tokenise(self.render(messages, add_generation_prompt=True))
 
     def reply(self, text: str) -> Ids:
-        """Returns the ids of a reply that is given as text, including its end-of-turn token."""
+        """Tokenises a reply, for example of an expert, and adds the end-of-turn token."""
         content = self.plain(text, is_reply=True)
         piece = self.template.before_reply + content + self.template.after_reply
         return self.ids_after(self.template.opening, piece)
 
     def observation(self, text: str) -> Ids:
-        """Returns the ids between a reply's end-of-turn token and the beginning of the next reply.
+        """Returns the token ids of an observation, including the generation prompt after it.
+
+        These are all tokens between the end-of-turn token of a reply and the start of the next
+        reply.
         """
         before, after = self.template.before_observation, self.template.after_observation
         return self.ids_after(self.template.end_token, before + self.plain(text) + after)
 
     def plain(self, text: str, is_reply: bool = False) -> str:
-        """Returns a message's text without outer whitespace and with its special tokens broken up.
+        """Cleans the text of a message: breaks up special tokens and strips outer whitespace.
 
-        With special tokens, a text could end its message and forge another one. Whitespace around a
-        reply stays if the template keeps it.
+        For example, "<|im_end|>" becomes "< |im_end|>", which is tokenised as ordinary text. If
+        observations could contain special tokens, they could end their message and start a forged
+        message of another role.
+
+        Args:
+            text: The content of the message.
+            is_reply: True if the message is a reply. The outer whitespace of a reply is kept if the
+                chat template keeps it.
         """
         if not isinstance(text, str):
             raise UsageError(f"the content of a message is {text!r:.60}, which is no text; fix the "
@@ -80,12 +100,17 @@ class Encoder:
                              "surrogate; fix the source of the message")
         text = break_up(text, self.special_tokens)
         normal = self.template.normalised(text)
-        if any(token in normal for token in self.forgeries):  # the text has variants of tokens
+        if any(token in normal for token in self.forgeries):  # special tokens after normalisation
             text = break_up(normal, self.forgeries)
         return text if is_reply and self.template.keeps_whitespace else text.strip()
 
     def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        """Returns the template's text of a conversation, without special tokens in its contents."""
+        """Cleans the messages of a conversation, and renders them with the chat template.
+
+        Args:
+            messages: The messages, each {role, content}.
+            add_generation_prompt: If true, the generation prompt of the next reply is added.
+        """
         plain_messages = []
         for message in messages:
             content = self.plain(message["content"], message["role"] == "assistant")
@@ -93,7 +118,11 @@ class Encoder:
         return self.template.render(plain_messages, add_generation_prompt)
 
     def ids_after(self, context: str, text: str) -> Ids:
-        """Returns the ids that a text has when it follows a context."""
+        """Tokenises a text that follows a context, and returns the ids of the text.
+
+        A tokenizer may produce other ids for a text if text is in front of it. The text is
+        therefore tokenised together with its context, and the ids of the context are removed.
+        """
         context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
         if ids[:len(context_ids)] != context_ids:
@@ -111,26 +140,30 @@ class Encoder:
                 f"{self.vocabulary_size:,}; resize the embedding, or use the model's own tokenizer")
         return ids
 
-    # Encoding of whole conversations.
+    # Methods that encode or change whole replies, conversations and trajectories
 
     def encode(self, messages: list[dict], opening: int) -> tuple[Ids, Ids]:
-        """Encodes a conversation, and checks the ids against those of its rendered text.
+        """Encodes a conversation piece by piece, and checks the result.
+
+        The check renders and tokenises the whole conversation at once, and compares the token ids.
 
         Args:
-            messages: The opening, then replies and observations in turn, each {role, content}.
-            opening: Number of messages before the first reply that is an action.
+            messages: The messages of the conversation, each {role, content}.
+            opening: The number of messages in the opening. The opening may contain replies, such as
+                in-context examples, which get an action mask of 0.
 
         Returns:
-            The ids and the action mask, each of shape (l,).
+            The token ids and the action mask, two lists of the same length.
 
         Raises:
-            UsageError: The ids differ from those of the whole conversation, rendered at once.
+            UsageError: The check found different token ids, or a message has other fields than role
+                and content.
         """
         for number, message in enumerate(messages, 1):
             if set(message) != {"role", "content"}:
                 raise UsageError(f"message {number} has the fields {', '.join(message)}; give it "
                                  "role and content, and nothing else")
-        # 1. Encode message by message.
+        # 1. Encode the conversation piece by piece.
         t = Trajectory()
         t.extend(self.start(messages[:opening]), is_action=False)
         for number, message in enumerate(messages[opening:], opening + 1):
@@ -140,12 +173,12 @@ class Encoder:
             else:
                 t.extend(self.observation(message["content"]), is_action=False)
 
-        # 2. Compare with the ids of the whole conversation.
+        # 2. Compare the ids with those of the whole conversation, rendered at once.
         ends_with_reply = messages[-1]["role"] == "assistant"
         expected = self.tokenise(self.render(messages, add_generation_prompt=not ends_with_reply))
         if ends_with_reply:
-            # Text after the last end-of-turn token, such as ChatML's line break, opens the next
-            # observation.
+            # The template may write text after the last end-of-turn token, such as the line break
+            # in ChatML. This text is not part of the reply, but of the next observation.
             expected = expected[:len(t.ids)]
         if expected != t.ids:
             roles = ", ".join(message["role"] for message in messages[:4])
@@ -156,26 +189,32 @@ class Encoder:
         return t.ids, t.action_mask
 
     def check_whitespace(self, reply: str, number: int) -> None:
-        """Raises UsageError if the template would remove whitespace from the start of a reply."""
+        """Raises UsageError if a reply starts with whitespace that the chat template removes.
+
+        Args:
+            reply: The text of the reply.
+            number: The number of the message in its conversation, for the error message.
+        """
         if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_whitespace:
             self.template.refuse(f"its chat template removes the whitespace that message {number} "
                                  "begins with; remove it from the message, or use another model")
 
     def decode(self, ids: Ids) -> str:
-        """Returns the exact text of ids, without end-of-turn tokens."""
+        """Decodes token ids to text. End-of-turn tokens are left out, and spaces are kept as is."""
         ids = [i for i in ids if i != self.end_of_turn]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def close(self, ids: Ids, stops: tuple[str, ...]) -> tuple[Ids, Ids, str]:
-        """Ends a sampled reply before its first stop string.
+        """Cuts a sampled reply before its first stop string, and adds an end-of-turn token.
 
         Args:
-            ids: The sampled ids.
+            ids: The token ids that the agent sampled.
             stops: The stop strings.
 
         Returns:
-            The sampled ids that are kept, the ids to add (an end-of-turn token unless the kept ids
-            end with one), and the reply, which is the text of the kept ids.
+            A tuple of the sampled ids that are kept, the ids to append to them, and the text of the
+            reply. The ids to append are an end-of-turn token, or an empty list if the agent already
+            sampled one.
         """
         text = self.decode(ids)
         starts = [text.index(stop) for stop in stops if stop in text]
@@ -188,8 +227,9 @@ class Encoder:
         size = len(ids)
         while len(self.decode(ids[:size])) > len(wanted):
             size -= 1
-        # The last letters of the reply and the stop string's whitespace may share a token, such as
-        # "]\n". That token is kept if it adds no other text to the reply.
+        # One token may contain both the end of the reply and the start of the stop string. For
+        # example, in "click[mug]\nObservation:", the token may be "]\n". Keep this token if the
+        # stop string only contributes whitespace to it.
         reply = self.decode(ids[:size]).strip()
         longer = self.decode(ids[:size + 1]).strip()
         if reply != wanted.strip() and longer == wanted.strip():
@@ -197,23 +237,23 @@ class Encoder:
         return ids[:size], [self.end_of_turn], reply
 
     def reply_ends(self, t: Trajectory) -> list[int]:
-        """Returns the positions in t.ids of the end-of-turn tokens of its replies, (t.turns,).
+        """Returns the index in `t.ids` of each reply's end-of-turn token, (t.turns,).
 
-        The trajectory has to end with a reply. Every reply has an end-of-turn token, because one is
-        appended if the agent does not write it.
+        Every reply has an end-of-turn token, because one is appended if the agent did not write it.
+        The trajectory has to end with a reply.
         """
         ends = []
         for position, token in enumerate(t.ids):
             if token == self.end_of_turn:
                 ends.append(position)
-        # In most templates, the same token also ends the messages that the agent reads. Then every
-        # second end, counted from the last one, belongs to a reply.
+        # In most templates, observations end with the same token. Then replies and observations
+        # alternate, so every second end-of-turn token, counted from the last one, ends a reply.
         stride = 1 + self.observation("").count(self.end_of_turn)
         last_first = ends[::-1][::stride]
         return sorted(last_first[:t.turns])
 
     def cut(self, t: Trajectory, replies: int) -> Trajectory:
-        """Returns the trajectory with only its first `replies` replies."""
+        """Returns a copy of the trajectory that is truncated after its first `replies` replies."""
         if replies >= t.turns:
             return t
         size = self.reply_ends(t)[replies - 1] + 1
@@ -221,10 +261,11 @@ class Encoder:
                        ended="turn_limit")
 
     def without_ends(self, t: Trajectory) -> Trajectory:
-        """Returns the trajectory with an action mask of 0 on its end-of-turn tokens.
+        """Returns a copy of the trajectory that has an action mask of 0 for end-of-turn tokens.
 
-        The mask is also 0 on the last reply if that reply ended the episode. If no action token
-        would be left, the trajectory is returned unchanged.
+        If the episode ended with a reply (`ended` is "done") and has several replies, the action
+        mask of the whole last reply is 0, too. If no action token is left, the trajectory is
+        returned unchanged.
         """
         ends = self.reply_ends(t)
         mask = list(t.action_mask)
@@ -236,10 +277,11 @@ class Encoder:
         return replace(t, action_mask=mask) if any(mask) else t
 
     def sampler(self, temperature: float = 1.0) -> Sampler:
-        """Returns the distribution that agents sample from.
+        """Returns the `Sampler` that defines the distribution of an agent's tokens.
 
-        It suppresses special tokens except for the end-of-turn token, and rows of the embedding
-        that belong to no token.
+        Special tokens are suppressed, except for the end-of-turn token. Ids that belong to no token
+        are suppressed, too. They exist if the embedding matrix has more rows than the vocabulary
+        has tokens.
         """
         special_ids = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
         allowed = self.valid_ids - set(special_ids) | {self.end_of_turn}
@@ -249,7 +291,7 @@ class Encoder:
     def fingerprint(self) -> str:
         """Returns a hash of the chat template, the special tokens and the tokenizer.
 
-        Encoders with the same fingerprint encode every conversation alike.
+        Two encoders with the same fingerprint encode every conversation to the same ids.
         """
         tokenizer = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
@@ -259,9 +301,10 @@ class Encoder:
 
 
 def break_up(text: str, tokens: list[str]) -> str:
-    """Returns the text with each of the given tokens broken up, so that it is only text.
+    """Changes the given special tokens in a text, so that they are tokenised as ordinary text.
 
-    A space follows the token's first character. A token of one character becomes its code point.
+    A space is inserted after the first character of a token. For example, "<|im_end|>" becomes
+    "< |im_end|>". A token of a single character is replaced with its code point, such as "U+2581".
     """
     for token in tokens:
         if len(token) == 1:
@@ -272,10 +315,11 @@ def break_up(text: str, tokens: list[str]) -> str:
 
 
 def hard_conversation() -> list[dict]:
-    """Returns twelve messages that a chat template may change.
+    """Returns a conversation of twelve messages that tests if a chat template changes messages.
 
-    Some templates number messages, leave out reasoning, escape quotes and brackets, squeeze spaces
-    and empty lines, or shorten long texts. The contents have all of these.
+    Some templates add numbers to messages, remove reasoning (<think>), escape quotes and brackets,
+    remove repeated spaces and empty lines, or shorten long texts. The messages contain an example
+    of each of these.
     """
     messages = []
     for n in range(6):
@@ -286,9 +330,9 @@ def hard_conversation() -> list[dict]:
     return messages
 
 
-# Some templates write today's date. The prompt must not change at midnight, and a saved agent must
-# read the same prompt in other tools as in training. This macro, placed before such a template,
-# fixes the date at 26 July 2024, the default of Llama 3's template.
+# Some templates write today's date into the prompt, so the prompt is different every day. Agents
+# should get the same prompt in training and later. Therefore, this macro is inserted before such a
+# template. It sets the date to 26 July 2024, which is the default in Llama 3's template.
 FIXED_DATE = """{%- macro strftime_now(form) -%}
     {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
         | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
@@ -297,10 +341,11 @@ FIXED_DATE = """{%- macro strftime_now(form) -%}
 
 
 class Template:
-    r"""The chat template of a tokenizer, taken apart into the text around messages.
+    r"""The chat template of a tokenizer, split into the text before and after each message.
 
-    ChatML, for example, renders the text below, where \n is a line break. Llama 2 and other
-    templates differ only in the text between the contents:
+    For example, ChatML renders a conversation as follows, where \n is a line break. The messages
+    are "buy a mug", "click[mug]" and "Bought.". Other templates, such as Llama 2, have other text
+    between the messages:
 
         <|im_start|>user\nbuy a mug<|im_end|>\n<|im_start|>assistant\n       the opening
         click[mug]<|im_end|>                                               a reply
@@ -310,17 +355,17 @@ class Template:
         tokenizer: A tokenizer of transformers.
 
     Raises:
-        UsageError: The tokenizer has no chat template, or one that cannot be taken apart like this.
+        UsageError: The tokenizer has no chat template, or the template cannot be split like this.
     """
 
-    # The text around contents, with its values in the example above:
-    before_reply: str        # empty; a space in Llama 2
+    # The text before and after messages. Each comment shows the value in the ChatML example above.
+    before_reply: str        # the empty string in ChatML, and a space in Llama 2
     after_reply: str         # <|im_end|>
     before_observation: str  # \n<|im_start|>user\n
-    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, with the generation prompt
+    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, generation prompt included
     end_token: str           # <|im_end|>, the end-of-turn token of a reply
-    opening: str             # an example of an opening
-    keeps_whitespace: bool   # True if whitespace around a reply is kept
+    opening: str             # a sample opening, whose only message is "CONTENT"
+    keeps_whitespace: bool   # True if the template keeps the outer whitespace of replies
     special_tokens: list[str]  # the tokenizer's special tokens, and the template's turn markers
 
     def __init__(self, tokenizer):
@@ -336,7 +381,8 @@ class Template:
         if "strftime_now" in self.text and FIXED_DATE not in self.text:
             self.text = FIXED_DATE + self.text
 
-        # 2. Render conversations whose contents are all the same mark, and split them at the marks.
+        # 2. Render conversations in which every message is the word CONTENT. Split the rendered
+        # text at these words, to get the text between the messages.
         mark = "CONTENT"
         while mark in self.text:
             mark += "X"
@@ -346,7 +392,7 @@ class Template:
         closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
         changes = ("its chat template changes a message once it is answered; use an Instruct model "
                    "that does not think")
-        if len(pieces) != 4:  # the text before, between and after three contents
+        if len(pieces) != 4:  # the text before, between and after the three messages
             self.refuse(changes)
         special_tokens = self.special_tokens_in("".join([*pieces, closing]))
         self.special_tokens = sorted(special_tokens)
@@ -358,15 +404,15 @@ class Template:
             self.refuse(changes)
         self.opening = opening + mark + self.after_observation
 
-        # 3. The generation prompt has to contain all text before a reply. Otherwise agents would
-        # have to write the rest themselves, and would be trained to do so.
+        # 3. Check that the generation prompt contains all text before a reply, except whitespace.
+        # If text were missing, agents would have to generate this text as part of each reply.
         self.before_reply = to_reply.removeprefix(self.after_observation)
         if self.before_reply.strip():
             self.refuse(f"{self.before_reply!r} is missing from the generation prompt of its chat "
                         "template (add_generation_prompt); use another model")
 
-        # 4. The first special token after a reply ends it. The text after that token opens the next
-        # observation.
+        # 4. Find the end-of-turn token. It is the first special token after a reply. The text after
+        # this token is the start of the next observation.
         end_tokens = [token for token in special_tokens if token in closing]
         if not end_tokens:
             self.refuse("no special token ends a reply in its chat template; use a chat model")
@@ -376,10 +422,14 @@ class Template:
         self.before_observation = to_observation[size:]
 
     def special_tokens_in(self, text: str) -> set[str]:
-        """Returns the tokenizer's special tokens, and the added tokens that mark turns in a text.
+        """Returns all special tokens of the tokenizer, and the turn markers of the chat template.
 
-        An added token marks turns if the template writes it and it is neither a word nor
-        whitespace.
+        Some tokenizers do not declare turn markers, such as "<|im_start|>", as special tokens, but
+        only as added tokens. An added token counts as a turn marker if it occurs in the text, and
+        is neither alphanumeric nor whitespace.
+
+        Args:
+            text: The text that the template writes before, between and after messages.
         """
         special_tokens = {token for token in self.tokenizer.all_special_tokens if token}
         for token in self.tokenizer.added_tokens_decoder.values():
@@ -389,14 +439,19 @@ class Template:
         return special_tokens
 
     def normalised(self, text: str) -> str:
-        """Returns a text as the tokenizer's normaliser changes it."""
+        """Returns the text after the tokenizer's normalisation, for example to lower case."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or backend.normalizer is None:
             return text
         return backend.normalizer.normalize_str(text)
 
     def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        """Returns the text of a conversation, followed by the generation prompt if requested."""
+        """Renders a conversation with the chat template, and returns the text.
+
+        Args:
+            messages: The messages, each {role, content}.
+            add_generation_prompt: If true, the generation prompt of the next reply is added.
+        """
         try:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=self.text, add_generation_prompt=add_generation_prompt,
@@ -410,7 +465,9 @@ class Template:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, with the error's type if it is a single word.
+    """Returns the first line of an error message.
+
+    If this line is a single word or empty, the type of the error is added in front.
     """
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

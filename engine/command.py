@@ -1,4 +1,4 @@
-"""The command line of a program: parses settings, runs a method, and ends errors in one line.
+"""Entry point of the training programs: parses settings, runs a method, and reports errors.
 
 `python coevolve.py`, `python evolve.py` and `bash run.sh ENV` all call `main`.
 """
@@ -23,52 +23,61 @@ from engine import console
 from environments import environment
 from envs import EnvError
 
-# Errors that come from the user's input or from the machine. All other errors are bugs.
+# Errors caused by the user's input or by the machine. They are printed in one line. All other
+# errors are bugs and are printed with a traceback.
 EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
-# Messages about a full disk, which some libraries raise as a plain Exception.
+# Error messages about a full disk. They are matched by text, because some libraries raise a plain
+# Exception if the disk is full.
 FULL = re.compile("No space left on device|Disk quota exceeded")
-# Messages of gloo and NCCL when the process at the other end has died.
+# Error messages of gloo and NCCL if another process of a distributed run has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
 
 def main(argv: list[str], settings_class, run_class, methods: dict, program: str,
          finish: Callable | None = None):
-    """Runs the method that a command line selects, and returns the run.
+    """Runs the training method that --method selects, and returns the `Run` object.
 
-    An expected error ends the process with one line on stderr and exit status 2.
+    If one of the errors in `EXPECTED` occurs, the process prints a single line to stderr and exits
+    with status 2.
 
     Args:
-        argv: The command-line arguments.
-        settings_class: The class of all settings.
-        run_class: `engine.run.Run`, or a class that extends it.
-        methods: The `Method` of each method name.
-        program: Name of the program in --help and in messages.
-        finish: Called as finish(run) on the first rank, after the last phase. It completes the run
-            and returns a line to print.
+        argv: The command-line arguments, without the program name.
+        settings_class: The settings class of the program, a subclass of `Stated`.
+        run_class: `engine.run.Run` or a subclass.
+        methods: The training methods, by name.
+        program: The command that starts the program, for --help and error messages.
+        finish: An optional function finish(run), which is called on rank 0 after the last phase. It
+            writes a summary of the run, such as an HTML page, and returns a line to print.
     """
-    # 1. Signals, output streams and settings.
+    # 1. Set up signal handlers and output streams, and parse the settings.
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    for stream in sys.stdout, sys.stderr:  # a character that a console lacks must not end the run
+    # Characters that the console cannot encode are escaped, because an encoding error would end the
+    # run.
+    for stream in sys.stdout, sys.stderr:
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     transformers.utils.logging.disable_progress_bar()
     run = None
     try:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` prints no error
+        # While --help is printed, SIGPIPE ends the process silently, so `--help | head` shows no
+        # error. Later, SIGPIPE is ignored, so that a connection closed by a server raises an error.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         settings, options = parse(argv, settings_class, methods, environment, program)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a server that closes a socket is an error
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
-        # 2. The run.
+        # 2. Run the method.
         method = methods[settings.method]
         run = run_class(settings, options, method.beside, method.group(settings))
-        gc.freeze()  # otherwise each garbage collection visits all imported objects, 0.2 s
+        # Exclude all imported objects from garbage collection. Visiting them takes 0.2 s each time.
+        gc.freeze()
         method.loop(run)
         run.close()
 
-        # 3. The result.
+        # 3. Print the results.
         page = finish(run) if finish and run.main else ""
-        run.machine.accelerator.end_training()  # trackers may print here, so the result comes last
+        # Experiment trackers such as wandb may print a summary here, so print the result after it.
+        run.machine.accelerator.end_training()
         run.print("\n".join(closing_lines(run, page)))
     except Exception as error:
         if isinstance(error, BrokenPipeError) and is_unread():
@@ -76,18 +85,20 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         line = one_line(error, resumes=run is not None)
         if line is None:
             raise
-        if rank() > 0:  # if all ranks have the same error, only the first one prints it
+        # If all ranks fail with the same error, only rank 0 should print it. The other ranks wait
+        # for 5 s, because the launcher usually ends them as soon as rank 0 has exited.
+        if rank() > 0:
             time.sleep(5)
         end(line, 2)
     return run
 
 
 def closing_lines(run, page: str) -> list[str]:
-    """Returns the last lines of a run: its result, and commands to use next.
+    """Returns the lines that are printed at the end of a run: its results and suggested commands.
 
     Args:
         run: The finished run.
-        page: The line about the run's page, or "" if the run has none.
+        page: A line about the run's HTML page, or "" if no page was written.
     """
     folder = shlex.quote(str(run.folder))
     seconds = sum(row["seconds"] for row in run.done.values())
@@ -100,7 +111,7 @@ def closing_lines(run, page: str) -> list[str]:
 
 
 def is_unread() -> bool:
-    """Returns True if stdout or stderr is a pipe whose reader has closed it."""
+    """Returns True if stdout or stderr is a pipe and its reader has exited, as in `... | head`."""
     pipes = select.poll()
     pipes.register(1, 0)
     pipes.register(2, 0)
@@ -108,24 +119,28 @@ def is_unread() -> bool:
 
 
 def one_line(error: Exception, resumes: bool = False) -> str | None:
-    """Returns an expected error's message in one line with a remedy, or None if it is a bug.
+    """Formats an expected error as a single line that includes how to fix it.
 
     Args:
         error: The error.
-        resumes: True if the error ended a run that the same command resumes after a fix.
+        resumes: True if the run had already started. Such a run can be resumed with the same
+            command, and the message mentions it.
+
+    Returns:
+        The line, or None if the error is a bug and needs a traceback.
     """
     text = console.visible(" ".join(str(error).split()))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         if not resumes:
             return "out of memory; lower --tokens-per-forward, --slots or --max-tokens"
-        # All trajectories of a task are in one micro-batch, so a lower --tokens-per-forward may not
-        # be enough.
+        # A lower --tokens-per-forward alone may not be enough. It limits the size of micro-batches,
+        # but all trajectories of a task have to be in the same micro-batch.
         return ("out of memory; add --gradient-checkpointing on, or lower --tokens-per-forward or "
                 "--slots, and rerun the same command to resume; or lower --max-tokens and give "
                 "another --out")
     if isinstance(error, RuntimeError) and any(message in text for message in PEER_GONE):
         return f"process {rank()} ends because another process ended; see the message of that one"
-    if isinstance(error, FloatingPointError):  # the same command would fail again
+    if isinstance(error, FloatingPointError):  # a resumed run would fail with the same error
         return f"{text}; lower the learning rate and give another --out"
     if FULL.search(text):
         text += "; make room on the disk"
@@ -137,23 +152,25 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
 
 
 def rank() -> int:
-    """Returns the rank of this process, which is 0 if it is the only one."""
+    """Returns the rank of this process in a distributed run, or 0 if the run is not distributed."""
     number = os.environ.get("RANK", "")
     return int(number) if number.isdigit() and os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
 
 def stop(number: int, _) -> None:
-    """Ends the program after Ctrl-C or SIGTERM. Only the first rank prints a line."""
+    """Handles Ctrl-C and SIGTERM by ending the process. Only rank 0 prints a message."""
     if rank() > 0:
         os._exit(128 + number)
     end("stopped; rerun the same command to resume", 128 + number)
 
 
 def end(line: str, status: int) -> None:
-    """Prints a line and ends this process at once, without waiting for an environment that hangs.
+    """Prints a line to stderr and ends this process immediately.
+
+    It does not run cleanup handlers or wait for threads, because an environment may hang.
     """
     with suppress(Exception):
-        sys.stdout.flush()  # print earlier output before the line
+        sys.stdout.flush()  # so that earlier output appears before the line
     with suppress(OSError):
         os.write(2, f"\r{line}\n".encode(errors="replace"))
     os._exit(status)

@@ -1,23 +1,24 @@
-"""The text that a run prints about a finished phase, and about its results when it ends."""
+"""Console output: formats the line that a run prints after each phase, and its final results."""
 
 from collections import defaultdict
 
-# Labels of the shares of episodes, and of replies, that a phase records.
+# Names of metrics in a phase's record -> their labels in the console output. These metrics are
+# fractions of all episodes or replies, and are printed as percentages.
 SHARES = {"success": "success", "hard_negative": "hard negatives",
           "other_failure": "other failures", "idle": "idle replies", "turn_limit": "turn limit"}
-# Entries of a phase's record that its line does not print as results. The share of other failures
-# is the rest of success and hard negatives.
+# Entries of a phase's record that are not printed as results. For example, other failures are left
+# out because they are all episodes that are neither successes nor hard negatives.
 RECORDS = {"i", "seconds", "edited", "other_failure"}
 
 
 def sentence(output: str, row: dict) -> str:
-    """Returns the line about a finished phase, with its results and its time in minutes.
+    """Returns the line that is printed after a phase, with its results and its running time.
 
     For example: "iter1/target.jsonl  400 episodes, reward 0.512, success 35%, hard negatives 40%,
-    5.4 turns each, idle replies 2%, turn limit 3%  1:12".
+    5.4 turns each, idle replies 2%, turn limit 3%  1:12". The time is in minutes and seconds.
 
     Args:
-        output: The phase's output.
+        output: The name of the phase's output file or folder.
         row: The phase's record in phases.json.
     """
     parts = []
@@ -31,12 +32,15 @@ def sentence(output: str, row: dict) -> str:
 
 
 def phrase(name: str, value, row: dict) -> str:
-    """Returns the text of one result of a phase.
+    """Formats one result of a phase, for example "success 35%" or "loss 0.693 -> 0.512".
 
     Args:
-        name: Name of the result.
-        value: A number, or a dictionary of counts, which are printed with their sum.
-        row: The phase's record, which may have the result's first value.
+        name: The name of the result, for example "success" or "loss".
+        value: The value of the result. It is a number, or a dict of counts by kind. For example,
+            {"expert>target": 6, "target>target": 3} with the name "pairs" is printed as
+            "9 pairs (6 expert>target, 3 target>target)".
+        row: The phase's record in phases.json. It may also contain the first value of the result,
+            such as "first_loss". Then both values are printed, as in "loss 0.693 -> 0.512".
     """
     if isinstance(value, dict):
         counts = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
@@ -54,30 +58,40 @@ def phrase(name: str, value, row: dict) -> str:
 
 
 def counted(n: int, name: str) -> str:
-    """Returns a number with its noun, such as "2 replies" and "1 reply"."""
+    """Returns a count with its noun in singular or plural, such as "1 reply" or "2 replies".
+
+    Args:
+        n: The count.
+        name: The noun in plural, such as "replies".
+    """
     if n == 1:
         name = f"{name[:-3]}y" if name.endswith("ies") else name.removesuffix("s")
     return f"{n:,} {name.replace('_', ' ')}"
 
 
 def headline(s: dict) -> str:
-    """Returns the method, environment, model and seed of a run with these settings."""
+    """Returns a title for a run, made of its method, environment, model and seed.
+
+    Args:
+        s: The settings of the run, by name.
+    """
     return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
 
 def closing(done: dict[str, dict]) -> list[str]:
-    """Returns a line per evaluated agent, with its results before and after preference training.
+    """Returns the final evaluation results of a run, one line per agent.
 
+    Each line compares the agent's first evaluation, before preference training, with the last one.
     For example: "target, test: reward 0.762 -> 0.791, success 32% -> 45%; unseen: reward ...".
 
     Args:
-        done: The records of all finished phases, by output.
+        done: The records of all finished phases, by the name of the phase's output.
     """
-    evaluations = defaultdict(list)  # (agent, split) -> records, in order
+    evaluations = defaultdict(list)  # (agent, split) -> records of evaluations, in order
     for row in done.values():
         if "split" in row and row.get("episodes"):
             evaluations[row["name"], row["split"]].append(row)
-    results = defaultdict(list)  # agent -> text about each split
+    results = defaultdict(list)  # agent -> one text for each split
     for (agent, split), rows in evaluations.items():
         rewards = " -> ".join(f"{row['reward']:.3f}" for row in first_and_last(rows))
         successes = " -> ".join(f"{row['success']:.0%}" for row in first_and_last(rows))
@@ -87,15 +101,17 @@ def closing(done: dict[str, dict]) -> list[str]:
 
 
 def first_and_last(rows: list) -> list:
-    """Returns the first and the last row, or the only one."""
+    """Returns a list of the first and the last row. If there is only one row, the list has only it.
+    """
     return rows if len(rows) == 1 else [rows[0], rows[-1]]
 
 
 def visible(text: str) -> str:
-    """Returns a text with its control characters escaped as hexadecimal code points.
+    """Escapes control characters and other unprintable characters in a text.
 
-    A terminal could obey these and other unprintable characters. Line breaks stay, and a tab
-    becomes a space.
+    Printed to a terminal, such characters could move the cursor or change colors. They are replaced
+    with their code points in hexadecimal, for example "<1B>" for the escape character. Line breaks
+    are kept, and tabs are replaced with spaces.
     """
     escaped = ""
     for c in text.replace("\r\n", "\n"):

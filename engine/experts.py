@@ -1,4 +1,4 @@
-"""Expert trajectories (demonstrations): collects, selects and writes them."""
+"""Expert trajectories (demonstrations): collection, filtering, and checks for test-set leakage."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,26 +12,28 @@ from envs import Environment
 
 
 def collect_experts(run, out: Path, file: Path | None = None) -> dict:
-    """Collects one expert trajectory per training task, and writes them.
+    """Collects one expert trajectory per training task, and writes them to a file.
 
-    They come from the environment's scripted expert or from a file. A file may have several
-    trajectories per task, for example those of an agent. The best one of each task is used.
+    The trajectories come either from the environment's scripted expert or from a file. A file may
+    contain several trajectories of the same task, for example rollouts of an agent. In this case,
+    only the trajectory with the highest reward is used.
 
     Args:
         run: The run.
-        out: The file to write.
-        file: The file of expert trajectories, or None for the scripted expert.
+        out: The output file.
+        file: The input file with expert trajectories, or None to use the scripted expert.
 
     Returns:
-        The number of expert trajectories, and the number of dropped ones by reason.
+        A dict with two entries: `experts` is the number of expert trajectories in the output file.
+        `dropped` counts the trajectories that were dropped, by reason.
 
     Raises:
-        UsageError: No expert trajectory is left.
+        UsageError: All expert trajectories were dropped.
     """
     s = run.settings
     env = run.make_env()
     evaluated = evaluated_tasks(env, run.splits)
-    opening = len(env.opening(""))  # number of messages before an expert's first reply
+    opening = len(env.opening(""))  # number of messages before the expert's first reply
     kept = []
     dropped = Counter()
     total = None if file else len(env.tasks("train")[:s.train_tasks or None])
@@ -66,9 +68,10 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
-    """Returns the contents of all tasks in the given splits.
+    """Returns the contents of all tasks in the evaluation splits.
 
-    Contents identify a task, since the same task may have several ids.
+    Tasks are identified by their content. Task ids are not suitable for this, because the same task
+    may have several ids.
     """
     contents = set()
     for split in splits:
@@ -78,9 +81,13 @@ def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
 
 
 def check_not_trained_on(run) -> None:
-    """Raises UsageError if a model that the run starts from was trained on an evaluated task.
+    """Checks that the evaluation tasks are not among the training tasks of the initial models.
 
-    The check covers models that lie in the folder of a run, whose files list its training tasks.
+    The initial models are those given with --model and --failure-from. The training tasks of a
+    model are only known if the model is inside the folder of a run. Other models are not checked.
+
+    Raises:
+        UsageError: A model was trained on a task that this run evaluates.
     """
     evaluated = evaluated_tasks(run.env, run.splits)
     for flag, model in run.given_models().items():
@@ -92,9 +99,14 @@ def check_not_trained_on(run) -> None:
 
 
 def trained_on(model: Path, env: str) -> set[str]:
-    """Returns the tasks of an environment that a model was trained on, according to its run.
+    """Returns the ids of the tasks that a model was trained on.
 
-    The set is empty if the model's folder is in no run.
+    They are read from the files of the run that trained the model. If the model is not inside the
+    folder of a run, the result is an empty set.
+
+    Args:
+        model: The folder of the model.
+        env: The name of the environment. Tasks of other environments are left out.
     """
     tasks = set()
     run = run_of(model)
@@ -105,7 +117,10 @@ def trained_on(model: Path, env: str) -> set[str]:
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the trajectory with the highest reward of each task, and the first of equal ones."""
+    """Returns the trajectory with the highest reward for each task.
+
+    If several trajectories of a task have the same reward, the first of them is returned.
+    """
     best = {}  # task -> trajectory
     for t in trajectories:
         if t.task not in best or better(t.reward, best[t.task].reward):

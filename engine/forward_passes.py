@@ -1,7 +1,8 @@
-"""Forward passes: packs trajectories into padded batches, and distributes these over the ranks.
+"""Forward passes on padded batches of trajectories, distributed over all ranks.
 
-The schedule affects only the running time and rounding. `Run.log_probs` calls
-`distributed_log_probs`, or `engine.prefix_sharing` on a CPU.
+`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. The way in
+which trajectories are grouped into batches only affects the running time, and the results by
+rounding errors.
 """
 
 import math
@@ -13,8 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpo import Trajectory, in_fp32, token_log_probs
 
-CANDIDATES = 64  # number of token limits that `schedule_rounds` tries [ours]
-MIN_COST = 1024  # tokens; a forward pass with fewer tokens takes about as long [ours]
+# `schedule_rounds` tries this many limits on the number of tokens in a forward pass. The value is
+# our choice.
+CANDIDATES = 64
+# The minimum number of tokens in the time estimate of a forward pass. Forward passes with fewer
+# tokens take about as long as one with 1,024 tokens. The value is our choice.
+MIN_COST = 1024
 Pass = list[int]  # the indices of the trajectories in a forward pass, the longest one first
 
 
@@ -25,31 +30,36 @@ def distributed_log_probs(
     tokens: int,
     logits_processor: Callable = in_fp32,
 ) -> Tensor:
-    """Computes `dpo.token_log_probs` of many trajectories in forward passes on all ranks.
+    """Computes the same log-probabilities as `dpo.token_log_probs`, but in parallel on all ranks.
+
+    The trajectories are grouped into several forward passes, which are distributed over the ranks.
 
     Args:
-        accelerator: The Accelerator, which has the ranks, the device and the precision.
+        accelerator: The Accelerator of Hugging Face accelerate.
         model: A causal language model, either a full copy on each rank or sharded by FSDP2.
-        trajectories: The trajectories, the same on all ranks.
-        tokens: The maximum number of tokens in a forward pass, padding included. If it is 0, each
-            trajectory gets its own pass.
+        trajectories: The trajectories. Every rank has to pass the same list.
+        tokens: The maximum number of tokens in a forward pass, padding included. If it is 0, the
+            batch size is 1.
         logits_processor: The same function as in `dpo.token_log_probs`.
 
     Returns:
-        The log-probabilities of all action tokens, (A,), in nats, the same on all ranks. On each
-        rank, gradients flow only into the rank's own forward passes.
+        The log-probabilities of all action tokens of all trajectories, (A,), in nats. Every rank
+        gets the values of all trajectories. In the backward pass, each rank only computes the
+        gradients of the forward passes that it ran itself.
     """
     rank = accelerator.process_index
     ranks = accelerator.num_processes
     device = accelerator.device
     lengths = [len(t.ids) for t in trajectories]
     outputs = [torch.zeros(t.action_count, device=device) for t in trajectories]
-    # FSDP casts weights and activations itself, see `engine.models`.
+    # FSDP does not need autocast, because it casts weights and activations to bf16 itself (see
+    # `engine.models`).
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for passes in schedule_rounds(lengths, tokens, ranks):
-            # FSDP needs every rank to run a forward pass, since each holds a part of every weight.
-            # A rank without work repeats a sequence and multiplies the result by 0.
+            # In FSDP, each rank holds a shard of every weight, so all ranks have to take part in
+            # every forward pass. A rank without work runs one sequence again and multiplies the
+            # result by 0.
             has_work = rank < len(passes)
             indices = passes[rank] if has_work else passes[-1][-1:]
             batch = [trajectories[index] for index in indices]
@@ -60,46 +70,56 @@ def distributed_log_probs(
     if ranks == 1:
         return own
 
-    # Value: each rank has filled in the tokens of its own passes, and has left the others 0. The
-    # sum over ranks is complete, so every rank computes the loss of the whole batch.
-    # Gradient: the backward pass of a rank only reaches its own passes, so the gradient of the
-    # batch is the sum over ranks. But FSDP, or `dpo.average_gradients` without it, computes the
-    # average: the sum divided by the number of ranks. Multiplying each rank's gradient by the
-    # number of ranks cancels this division.
+    # Value: each rank has the log-probabilities of its own forward passes, and zeros for all other
+    # tokens. The sum over ranks has all log-probabilities. With it, every rank computes the loss of
+    # the whole batch.
+    # Gradient: the backward pass of a rank only covers the rank's own forward passes. The gradient
+    # of the batch is the sum of these gradients over ranks. However, FSDP and
+    # `dpo.average_gradients` compute the mean over ranks. Multiplying each rank's gradient by the
+    # number of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
-    gradient = ranks * (own - own.detach())  # zeros that have a gradient
+    gradient = ranks * (own - own.detach())  # the value is 0, only the gradient is needed
     return value + gradient
 
 
 def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bool:
-    """Returns True if trajectories need at most one forward pass of `tokens` tokens on each rank.
+    """Returns True if a single forward pass per rank is enough for all trajectories.
 
-    This is the limit of a micro-batch (see `dpo.micro_batches`), because the activations of one
-    forward pass per rank fit in memory. `schedule_rounds` may choose several smaller passes, but
-    together they never hold more activations on a rank.
+    `dpo.micro_batches` uses this function to limit the size of a micro-batch. All activations of a
+    micro-batch have to stay in memory until the backward pass, and there is enough memory for one
+    forward pass of `tokens` tokens on each rank. `schedule_rounds` may still split a micro-batch
+    into several smaller forward passes. Together they never need more memory on a rank.
+
+    Args:
+        trajectories: The trajectories.
+        tokens: The maximum number of tokens in a forward pass, padding included.
+        ranks: The number of ranks.
     """
     return len(batch_by_length([len(t.ids) for t in trajectories], tokens)) <= ranks
 
 
 def schedule_rounds(lengths: list[int], tokens: int, ranks: int) -> list[list[Pass]]:
-    """Distributes trajectories over the ranks.
+    """Groups trajectories into forward passes, and distributes these over the ranks.
 
-    In each round, every rank runs one forward pass, and waits for the slowest rank.
+    The ranks run forward passes in rounds. In a round, each rank runs one forward pass and then
+    waits for the slowest rank. The schedule is chosen to minimise the total time.
 
     Args:
         lengths: The number of tokens in each trajectory, (T,).
-        tokens: The maximum number of tokens in a forward pass, padding included. If it is 0, each
-            trajectory gets its own pass.
+        tokens: The maximum number of tokens in a forward pass, padding included. If it is 0, the
+            batch size is 1.
         ranks: The number of ranks.
 
     Returns:
-        The rounds. A round has at most `ranks` passes.
+        A list of rounds. Each round is a list of forward passes, one for each rank. The last round
+        may have fewer forward passes than ranks.
     """
     if ranks == 1:
         return [[indices] for indices in batch_by_length(lengths, tokens)]
 
-    # The largest passes are the most efficient ones, but some ranks may be idle in the last round.
-    # We try several token limits, and choose the one with the shortest estimated time.
+    # Large forward passes are efficient, but may leave some ranks without work in the last round.
+    # Smaller forward passes can be distributed more evenly. We try several limits on the number of
+    # tokens, and choose the schedule with the shortest estimated time.
     best = []
     least = math.inf
     for part in range(CANDIDATES, 0, -1):
@@ -117,20 +137,21 @@ def schedule_rounds(lengths: list[int], tokens: int, ranks: int) -> list[list[Pa
 
 
 def cost(indices: Pass, lengths: list[int]) -> int:
-    """Returns the number of tokens in a forward pass, padded to its longest trajectory."""
+    """Returns the number of tokens in a forward pass, padding included."""
     return len(indices) * lengths[indices[0]]
 
 
 def batch_by_length(lengths: list[int], limit: float) -> list[Pass]:
-    """Packs trajectories of similar length into forward passes, so that there is little padding.
+    """Groups trajectories of similar length into forward passes, to keep padding small.
 
     Args:
         lengths: The number of tokens in each trajectory, (T,).
         limit: The maximum number of tokens in a forward pass, padding included. A trajectory that
-            has more forms a pass by itself.
+            is longer than the limit gets a forward pass of its own.
 
     Returns:
-        The passes. The longest trajectories come first.
+        A list of forward passes. Each is a list of indices into `lengths`. They are sorted by
+        length, starting with the longest trajectory.
     """
     passes = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

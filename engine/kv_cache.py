@@ -1,24 +1,25 @@
 """Multi-turn generation with a KV cache that is kept across turns: no token is prefilled twice.
 
 `Run.make_generator` returns a `CachedGenerator` if the model passes the check in
-`engine.self_check`. The cache holds the attention keys and values of all tokens so far, in each
-layer:
+`engine.self_check`. In each layer, the cache stores the attention keys and values of all tokens
+that the model has processed. Each episode has a row, and each token has a column:
 
     column    0    1    2    3    4    5  ...  last
     row 0     a0   a1   a2   a3   a4   -         x     episode a, 5 cached tokens
     row 1     b0   b1   b2   -    -    -         x     episode b, 3 cached tokens
     row 2     -    -    -    -    -    -         x     free
 
-The token at position p of an episode is stored in column p, and it attends to columns 0 to p. There
-are no gaps, and adding a token does not move any other token. Padding is written to the last
-column, x, which every attention mask hides.
+The token at position p of an episode is stored in column p, and it attends to columns 0 to p. New
+tokens are appended on the right, and stored tokens never move to another column. The last column,
+x, is reserved for padding tokens, and the attention mask always hides it.
 
-A turn starts with the prefill, which runs the new tokens of all episodes: a prompt or an
-observation. Each decode step then runs the last sampled token of all unfinished replies.
+A turn starts with the prefill: the model processes the new tokens of all episodes, which are the
+prompt in the first turn and the latest observation in later turns. Then come the decode steps. In
+each decode step, the model processes the token that was just sampled for each unfinished reply.
 
-Shapes: the cache has R rows. A forward pass runs B of them, with n new tokens each, which attend to
-C columns. V is the vocabulary size. There are H query heads of size d, and each key-value head
-serves G of them.
+Shapes: the cache has R rows. A forward pass uses B of these rows and processes n new tokens per
+row. The new tokens attend to the first C columns. V is the vocabulary size. There are H query heads
+of size d. In grouped-query attention, G query heads share a key-value head.
 """
 
 import math
@@ -37,23 +38,31 @@ from dpo import Ids
 from engine.forward_passes import batch_by_length
 from engine.sampling import PREFILL_CHUNK, Reply, Sampled, TokenSampler
 
-COLUMN_MULTIPLE = 16  # C is a multiple of this, because kernels prefer round sizes [ours]
+# C is rounded up to a multiple of this number, because attention kernels are faster at such sizes.
+# The value is our choice.
+COLUMN_MULTIPLE = 16
 
 
 @dataclass
 class Slot:
-    """An episode in the cache, identified by the random number generator of its reply."""
+    """An episode that occupies a row of the cache.
+
+    `reply.rng`, the episode's random number generator, identifies the episode in all its turns.
+    """
     reply: Reply     # the reply of the current turn
-    row: int         # the row of the cache
-    cached_ids: Ids  # the tokens whose keys and values are stored in this row
+    row: int         # the row's index in the cache
+    cached_ids: Ids  # the token ids whose keys and values are stored in the row
 
 
 class CachedGenerator:
-    """Generates replies: generator([(trajectory, rng)]) returns [(ids, log_probs)].
+    """Generates the replies of many episodes in a batch, and keeps their KV cache across turns.
+
+    The object is called as generator([(trajectory, rng)]), with one pair for each running episode.
+    It returns [(ids, log_probs)], one reply for each pair, in the same order.
 
     Args:
-        model: A causal language model with full or sliding-window attention in all layers.
-        token_sampler: The function that samples a token.
+        model: A causal language model. All its layers have to use full or sliding-window attention.
+        token_sampler: A `TokenSampler`, which samples the tokens of the replies.
         slots: The maximum number of episodes in the cache, R.
         max_tokens: The maximum number of tokens in an episode.
         max_new_tokens: The maximum number of tokens in a reply.
@@ -69,34 +78,39 @@ class CachedGenerator:
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.tokens = tokens
-        self.shape = (slots, round_up(max_tokens + 1))  # (R, columns), with one column for padding
-        self.used = []                                  # the slots that hold an episode
-        # The reference is weak, since a cycle would keep the cache in memory after its last use.
+        self.shape = (slots, round_up(max_tokens + 1))  # (R, columns); the extra column is padding
+        self.used = []                                  # a Slot for each episode in the cache
+        # The cache layers refer to the generator by a weak reference. With a normal reference, the
+        # reference cycle would delay freeing the memory of the cache.
         self.cache = Cache(layer_class_to_replicate=partial(KVCacheLayer, proxy(self)))
         self.windows = window_sizes(model.config)
 
     @torch.inference_mode()
     def __call__(self, requests: list) -> list[Sampled]:
-        # 1. Free the slots of episodes that have ended, and assign slots to new episodes.
+        # 1. Remove the slots of episodes that have ended, and create slots for new episodes.
         contexts = {rng: t.ids for t, rng in requests}
         del self.used[self.move_to_front(lambda slot: slot.reply.rng in contexts):]
         cached = {slot.reply.rng for slot in self.used}
         new = [rng for rng in contexts if rng not in cached]
         self.used += [Slot(Reply(rng), row, []) for row, rng in enumerate(new, len(self.used))]
 
-        # 2. Prefill all tokens that are not in the cache yet: the prompt or observation, and the
-        # last token of the previous reply, which was sampled but not run yet.
+        # 2. Prefill all tokens that are not in the cache yet. These are the prompt or observation,
+        # and the last token of the previous reply. That token was sampled, but the model has not
+        # processed it yet.
         uncached = []
         for slot in self.used:
             ids = contexts[slot.reply.rng]
-            # The previous reply may have been cut at a stop string after it was sampled. At least
-            # one token has to run, because its logits predict the first token of the reply.
+            # The cached tokens may differ from the episode's tokens, because the previous reply may
+            # have been cut at a stop string after sampling. Keep only their common prefix. Exclude
+            # the last token (ids[:-1]), because the model has to process at least one token to
+            # predict the first token of the new reply.
             slot.cached_ids = slot.cached_ids[:common_prefix_length(slot.cached_ids, ids[:-1])]
             slot.reply = Reply(slot.reply.rng)
             uncached.append(ids[len(slot.cached_ids):])
         self.append_sampled(self.prefill(uncached))
 
-        # 3. Decode token by token. Finished replies move to the back, where they cost nothing.
+        # 3. Decode token by token. The slots of finished replies move to the back, because the
+        # forward pass only processes the slots at the front.
         while count := self.move_to_front(lambda slot: not slot.reply.done):
             slots = self.used[:count]
             self.append_sampled(self.forward(slots, [slot.reply.ids[-1:] for slot in slots]))
@@ -104,10 +118,10 @@ class CachedGenerator:
         return [(replies[rng].ids, replies[rng].log_probs) for rng in contexts]
 
     def move_to_front(self, wanted: Callable[[Slot], bool]) -> int:
-        """Moves the slots that satisfy `wanted` to the front, and returns how many there are.
+        """Moves the slots that satisfy `wanted` to the front of `used`, and returns their count.
 
-        The rows of the cache move along, so a forward pass on the first slots needs no copy of
-        their keys and values.
+        The rows of the cache are moved in the same way. The wanted slots then have the first rows,
+        and a forward pass can use a view of these rows, without copying keys and values.
         """
         count = sum(map(wanted, self.used))
         to_back = [n for n, slot in enumerate(self.used[:count]) if not wanted(slot)]
@@ -126,10 +140,16 @@ class CachedGenerator:
         return count
 
     def prefill(self, new: list[Ids]) -> Tensor:
-        """Runs the uncached tokens of all used slots, at most PREFILL_CHUNK of each at a time.
+        """Processes the uncached tokens of all episodes in the cache.
+
+        A forward pass processes at most PREFILL_CHUNK tokens of an episode. Longer sequences are
+        processed in several forward passes.
+
+        Args:
+            new: The uncached tokens of each slot in `used`.
 
         Returns:
-            The logits at the last token of each used slot, (number of used slots, V).
+            The logits at the last token of each slot, (number of slots, V).
         """
         logits = [None] * len(new)
         for first in range(0, max(map(len, new)), PREFILL_CHUNK):
@@ -142,7 +162,13 @@ class CachedGenerator:
         return torch.stack(logits)
 
     def append_sampled(self, logits: Tensor) -> None:
-        """Samples one token from the logits, (B, V), for the reply of each of the first B slots."""
+        """Samples the next token of the replies in the first B slots.
+
+        A reply is also marked as done if it has reached the maximum number of tokens.
+
+        Args:
+            logits: The logits of the next token, (B, V).
+        """
         slots = self.used[:len(logits)]
         self.token_sampler([slot.reply for slot in slots], logits)
         for slot in slots:
@@ -151,15 +177,20 @@ class CachedGenerator:
             slot.reply.done = slot.reply.done or full
 
     def forward(self, slots: list[Slot], new: list[Ids]) -> Tensor:
-        """Runs the new tokens of B slots in one forward pass, and caches their keys and values.
+        """Runs a forward pass on new tokens, and adds their keys and values to the cache.
+
+        Args:
+            slots: The B slots to process.
+            new: The new tokens of each of these slots.
 
         Returns:
-            The logits at the last token of each slot, (B, V).
+            The logits at the last new token of each slot, (B, V).
         """
         n = max(map(len, new))
         ids, columns = [], []
         for slot, tokens in zip(slots, new):
-            padding = n - len(tokens)  # padding on the left, which is written to the last column
+            # Padding is on the left. Its column index is -1, the last column of the cache.
+            padding = n - len(tokens)
             start = len(slot.cached_ids)
             ids.append([0] * padding + tokens)
             columns.append([-1] * padding + [*range(start, start + len(tokens))])
@@ -176,12 +207,16 @@ class CachedGenerator:
             use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def attention_masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """Makes the additive attention mask of tokens at the given positions, (B, n).
+        """Creates the additive attention mask of a forward pass.
+
+        Args:
+            positions: The position of each new token in its episode, (B, n).
 
         Returns:
-            The mask, (B, 1, n, C). It is 0 if the token attends to the column, and the lowest
-            finite number otherwise. A model with several kinds of layers, such as full and
-            sliding-window attention, gets a dict with one mask for each kind.
+            The mask, (B, 1, n, C). An entry is 0 if the new token may attend to the column.
+            Otherwise it is the lowest finite number of the data type. If the model has layers with
+            full attention and layers with sliding-window attention, the result is a dict with one
+            mask for each kind of layer.
         """
         distance = positions[:, None, :, None] - torch.arange(self.width, device=positions.device)
         masks = {}
@@ -196,25 +231,32 @@ class CachedGenerator:
 
 
 class KVCacheLayer(CacheLayerMixin):
-    """The keys and values of a layer, (R, H / G, columns, d) each, allocated once at full size."""
-    is_sliding = False  # the masks alone implement sliding windows
+    """The cached keys and values of one layer, as two tensors of shape (R, H / G, columns, d).
+
+    Both tensors are allocated once, at their full size.
+    """
+    is_sliding = False  # sliding-window attention is implemented by the attention masks instead
 
     def __init__(self, generator: CachedGenerator):
         super().__init__()
-        self.generator = generator  # has the rows and columns of the current forward pass
+        self.generator = generator  # its attributes describe the current forward pass
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         rows, columns = self.generator.shape
-        # Zeros, because a hidden column has weight 0, and 0 times an uninitialised NaN is NaN.
+        # Initialise with zeros, because uninitialised memory may contain NaN. A masked column has
+        # an attention weight of 0, but 0 times NaN is NaN.
         self.keys = key.new_zeros(rows, key.shape[1], columns, key.shape[3])
         self.values = value.new_zeros(rows, value.shape[1], columns, value.shape[3])
         self.is_initialized = True
 
     def update(self, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of the new tokens, (B, H / G, n, d) each.
+        """Stores the keys and values of the new tokens in the cache.
+
+        Args:
+            key, value: The keys and values of the new tokens, (B, H / G, n, d) each.
 
         Returns:
-            All keys and values that the new tokens may attend to, (B, H / G, C, d) each.
+            The keys and values in the first C columns, new tokens included, (B, H / G, C, d) each.
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -227,7 +269,7 @@ class KVCacheLayer(CacheLayerMixin):
             return keys[:len(key)], values[:len(key)]
         return keys.index_select(0, generator.rows), values.index_select(0, generator.rows)
 
-    # The base class requires the following three methods.
+    # The following three methods are abstract in the base class, so they have to be defined.
 
     def get_seq_length(self) -> int:
         return self.generator.width - self.generator.columns.shape[1]
@@ -240,20 +282,23 @@ class KVCacheLayer(CacheLayerMixin):
 
 
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
-    """Computes grouped-query attention as transformers does, but faster in a decode step.
+    """Computes grouped-query attention (GQA), with a faster implementation for decode steps.
 
-    There, the G queries that share a key-value head form one block, (B, H / G, G, d), so no key is
-    loaded or copied G times.
+    The result is the same as that of the "sdpa" attention function of transformers. For inputs with
+    n > 1, this function is called. In a decode step (n = 1), the G query heads that share a
+    key-value head are treated as G tokens of a single query head, (B, H / G, G, d). Then keys and
+    values do not have to be repeated G times in memory.
 
     Args:
         module: The attention layer.
         query: The queries, (B, H, n, d).
         key, value: The keys and values, (B, H / G, C, d) each.
-        attention_mask: The additive mask, (B, 1, n, C).
-        options: Further arguments from transformers.
+        attention_mask: The additive attention mask, (B, 1, n, C).
+        options: Other arguments that transformers passes to attention functions.
 
     Returns:
-        The outputs, (B, n, H, d), and None in place of the attention weights.
+        The attention outputs, (B, n, H, d). The second value is None, where transformers expects
+        the attention weights.
     """
     mask = attention_mask
     if query.shape[2] > 1 or mask is None or mask.shape[1] > 1:
@@ -273,9 +318,14 @@ def round_up(columns: int) -> int:
 
 
 def window_sizes(config) -> dict[str, float]:
-    """Returns a dict that maps each kind of layer to its attention window in tokens.
+    """Returns the size of the attention window for each kind of attention layer in a model.
 
-    The window of full attention is infinite.
+    Args:
+        config: The model's configuration from transformers.
+
+    Returns:
+        A dict that maps "full_attention" to infinity, and "sliding_attention" to the size of the
+        sliding window in tokens. It only contains the kinds of layers that the model has.
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf
@@ -286,7 +336,7 @@ def window_sizes(config) -> dict[str, float]:
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:
-    """Returns the length of the longest common prefix of two sequences."""
+    """Returns the number of tokens in the longest common prefix of two token sequences."""
     for n, (token, other) in enumerate(zip(a, b)):
         if token != other:
             return n

@@ -1,18 +1,22 @@
-"""Prefix sharing: if several trajectories start alike, a forward pass runs their prefix only once.
+"""Prefix sharing: a forward pass that processes a common prefix of several trajectories only once.
 
-On a CPU, where matmuls take most of the time, `Run.log_probs` uses this module instead of
-`engine.forward_passes` if the model passes the check in `engine.self_check`.
+`Run.log_probs` uses this module if training runs on a single CPU process and the model passes the
+check in `engine.self_check`. On a CPU, most of the time is spent in matmuls, and prefix sharing
+makes them smaller. In all other cases, `Run.log_probs` uses `engine.forward_passes`.
+
+Trajectories are packed into a single sequence. For example, "a b c" and "a b d" share "a b":
 
     trajectories     a b c      and    a b d
     packed sequence  a b c d
     paths            [0, 1, 2]  and    [0, 1, 3]     indices into the packed sequence
 
-Layers that process each token by itself run on the packed sequence. An attention layer unpacks the
-sequence into padded batches of trajectories, computes attention, and packs the outputs again.
+Most layers, such as MLPs, process each token independently, so they run on the packed sequence. An
+attention layer first unpacks the sequence into padded batches of trajectories. Then it computes
+attention, and packs the outputs into one sequence again.
 
-Shapes: the packed sequence has N tokens, and K of them predict the A action tokens of all
-trajectories. An attention batch has T trajectories, padded to L tokens. V is the vocabulary size.
-There are H query heads of size d.
+Shapes: the packed sequence has N tokens. All trajectories together have A action tokens, which are
+predicted by K different packed tokens. An attention batch has T trajectories, padded to L tokens. V
+is the vocabulary size. There are H query heads of size d.
 """
 
 from collections.abc import Callable
@@ -26,7 +30,8 @@ from dpo import Ids, Trajectory, chunk_by_cost, in_fp32, logits_at, pad_right
 from engine.forward_passes import batch_by_length
 from engine.kv_cache import common_prefix_length
 
-ATTENTION_TOKENS = 512  # maximum number of tokens in an attention batch, padding included [ours]
+# The maximum number of tokens in an attention batch, padding included. The value is our choice.
+ATTENTION_TOKENS = 512
 
 
 def log_probs(
@@ -35,28 +40,32 @@ def log_probs(
     tokens: int,
     logits_processor: Callable = in_fp32,
 ) -> Tensor:
-    """Computes `dpo.token_log_probs` of many trajectories in several forward passes.
+    """Computes the same log-probabilities as `dpo.token_log_probs`, but with prefix sharing.
 
     Args:
         model: A causal language model with the attention implementation "prefix_sharing".
-        trajectories: The trajectories. Consecutive ones share a forward pass.
-        tokens: The maximum number of tokens in a forward pass, counted before packing.
+        trajectories: The trajectories. Trajectories that follow each other in the list are packed
+            into the same forward pass, until the limit `tokens` is reached.
+        tokens: The maximum number of tokens in a forward pass. Tokens are counted before packing,
+            so a shared prefix counts once for each trajectory.
         logits_processor: The same function as in `dpo.token_log_probs`.
 
     Returns:
-        The log-probabilities of all action tokens, (A,), in nats.
+        The log-probabilities of all action tokens of all trajectories, (A,), in nats.
     """
     passes = chunk_by_cost(trajectories, [len(t.ids) for t in trajectories], tokens)
     return torch.cat([packed_log_probs(model, batch, logits_processor) for batch in passes])
 
 
 def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Callable) -> Tensor:
-    """Computes `log_probs` in a single forward pass."""
+    """Computes the log-probabilities of `log_probs` in a single forward pass on all trajectories.
+    """
     ids, position_ids, paths = pack_prefix_tree(trajectories)
 
-    # 1. Form attention batches of trajectories with similar lengths. Their outputs will be
-    # concatenated, so also find the index of each packed token in the concatenation. A token that
-    # trajectories share has the same output in all of them, so any of its indices will do.
+    # 1. Group trajectories of similar length into attention batches. The outputs of all batches
+    # will be concatenated. For each packed token, find an index where its output is in the
+    # concatenation. A shared token has several such indices, one per trajectory. Its output is the
+    # same in all trajectories, so we can use any of them.
     unpack_indices = []
     repack_index = [0] * len(ids)  # (N,)
     start = 0
@@ -68,8 +77,8 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
             start += indices.shape[1]
         unpack_indices.append(indices)
 
-    # 2. Find the packed token that predicts each action token. A shared token may predict action
-    # tokens of several trajectories.
+    # 2. For each action token, find the packed token before it, which predicts it. One packed token
+    # may predict action tokens of several trajectories.
     predicting, targets = [], []  # (A,)
     for t, path in zip(trajectories, paths):
         for k, is_action in enumerate(t.action_mask):
@@ -79,7 +88,7 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
     predicting = torch.tensor(predicting, dtype=torch.long)                       # (A,)
     targets = torch.tensor(targets, dtype=torch.long)                             # (A,)
 
-    # 3. Run the model, and compute the logits of each predicting token only once.
+    # 3. Run the model. Compute logits only at the K packed tokens that predict action tokens.
     indices, rows = predicting.unique(return_inverse=True)                        # (K,), (A,)
     logits = logits_at(indices, model, input_ids=torch.tensor([ids]),
                        position_ids=torch.tensor([position_ids]), unpack_indices=unpack_indices,
@@ -88,16 +97,18 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
 
 
 def pack_prefix_tree(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[int]]]:
-    """Packs trajectories into one sequence that contains each distinct prefix once.
+    """Packs trajectories into one sequence, in which each common prefix occurs only once.
 
     Returns:
-        The packed token ids, (N,), their position ids, (N,), and the path of each trajectory, which
-        lists the indices of its tokens in the packed sequence.
+        Three lists: the packed token ids, (N,), the position id of each packed token, (N,), and the
+        path of each trajectory. The path of a trajectory is the list of the indices of its tokens
+        in the packed sequence.
     """
     ids, position_ids = [], []
     paths = [[]] * len(trajectories)
     previous, path = [], []
-    # In lexicographic order, each trajectory shares its longest prefix with the one before it.
+    # In lexicographic order, it is enough to compare each trajectory with the previous one. No
+    # earlier trajectory has a longer prefix in common with it.
     for n in sorted(range(len(trajectories)), key=lambda n: trajectories[n].ids):
         own = trajectories[n].ids
         shared = common_prefix_length(previous, own)
@@ -113,19 +124,22 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
            repack_index=None, **options):
     """Computes causal attention within each trajectory of a packed sequence.
 
-    Without `unpack_indices`, it computes attention as transformers does.
+    If `unpack_indices` is None, the input is a normal batch, and the "sdpa" attention of
+    transformers is called instead.
 
     Args:
         module: The attention layer.
-        query, key, value: The queries, keys and values, (1, H, N, d) each. Keys and values may have
-            fewer heads than H.
-        attention_mask: The attention mask. A packed sequence has none.
-        unpack_indices: The packed indices of the tokens in each attention batch, (T, L) each.
+        query, key, value: The queries, keys and values, (1, H, N, d) each. With grouped-query
+            attention, keys and values have fewer heads than H.
+        attention_mask: The attention mask of a normal batch. For a packed sequence, it is None.
+        unpack_indices: A list with one tensor for each attention batch, (T, L). It contains the
+            index of each token of the batch in the packed sequence.
         repack_index: The index of each packed token in the concatenated outputs, (N,).
-        options: Further arguments from transformers.
+        options: Other arguments that transformers passes to attention functions.
 
     Returns:
-        The outputs, (1, N, H, d), and None in place of the attention weights.
+        The attention outputs, (1, N, H, d). The second value is None, where transformers expects
+        the attention weights.
     """
     if unpack_indices is None:
         sdpa = AttentionInterface._global_mapping["sdpa"]
@@ -141,5 +155,6 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
     return torch.cat(outputs)[repack_index][None], None
 
 
-# transformers passes no attention mask, since no mask function is registered under this name.
+# Only the attention function is registered, but no mask function. transformers therefore does not
+# create an attention mask.
 AttentionInterface.register("prefix_sharing", attend)

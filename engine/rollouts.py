@@ -1,7 +1,7 @@
-"""Rollouts: runs many episodes in parallel, and repeats an episode if its environment fails.
+"""Rollouts: runs many episodes in parallel, and restarts an episode if its environment fails.
 
-`Run.play` calls `play` with a model as the agent, and `lab/chat/evaluate.py` calls it with an API
-endpoint.
+The function `play` runs the episodes. `Run.play` calls it with a local model as the agent.
+`lab/chat/evaluate.py` calls it with an agent behind an API.
 """
 
 import time
@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from envs import EnvError, Environment, episode
 
-# Seconds to wait before each retry after an environment failed. A server takes time to restart.
+# If an environment fails, its episode is retried up to three times, after waiting this many
+# seconds. The last wait is long, because an environment server may need time to restart.
 WAITS = [0.5, 5.0, 25.0]
 
 
@@ -23,28 +24,29 @@ def play(
     max_tokens: int,
     ended: Callable = lambda t: None,
 ) -> None:
-    """Runs an episode for each trajectory, and records it there.
+    """Runs one episode for each trajectory, and stores the episode in the trajectory object.
 
-    In each round, the agent replies to all episodes that wait for it, and then all environments
-    execute their replies.
+    Episodes run in rounds. In each round, the agent generates a batch of replies, one for each
+    running episode. Then all environments execute their replies in parallel threads.
 
     Args:
-        make_env: A function that creates an environment.
+        make_env: A function without arguments that creates an environment.
         encoder: An `engine.chat.Encoder`.
-        trajectories: The trajectories, each with a task and a seed.
-        generate: The agent, a function [(trajectory, rng)] -> [(ids, log_probs)], where `rng` is
-            the random number generator of the episode. A reply of None ends its episode.
+        trajectories: The trajectories to fill. Each has a task and a random seed.
+        generate: The agent. It is called as generate([(trajectory, rng)]), where `rng` is the
+            random number generator of the episode, and returns [(ids, log_probs)]. If it returns
+            None in place of a reply, the episode ends.
         slots: The maximum number of episodes that run in parallel.
-        max_tokens: The context length of the agent.
-        ended: A function that is called with each trajectory when its episode ends.
+        max_tokens: The context length of the agent, in tokens.
+        ended: A callback that is called with each trajectory when its episode ends.
 
     Raises:
         EnvError: An environment still fails after all retries.
     """
-    free = []      # environments without an episode
-    waiting = trajectories[::-1]
-    running = []   # (environment, trajectory, episode)
-    requests = []  # (trajectory, rng) of each running episode
+    free = []      # environments that can be reused for a new episode
+    waiting = trajectories[::-1]  # trajectories whose episodes have not started
+    running = []   # (environment, trajectory, episode), where the episode is a generator
+    requests = []  # (trajectory, rng) of each running episode, the next input of `generate`
     threads = ThreadPoolExecutor(slots)
     try:
         while waiting or running:
@@ -56,9 +58,9 @@ def play(
                 env = free.pop() if free else make_env()
                 t = waiting.pop()
                 running.append((env, t, episode_with_retries(env, encoder, t, max_tokens)))
-                replies.append(None)  # starts the episode, which is a generator
+                replies.append(None)  # the first value sent to a Python generator must be None
 
-            # 3. All environments take a step.
+            # 3. Each environment executes the reply of its episode, or starts a new episode.
             episodes = [steps for _, _, steps in running]
             results = list(threads.map(advance, episodes, replies))
             unfinished = []
@@ -71,14 +73,18 @@ def play(
             running = unfinished
             requests = [request for request in results if request is not None]
     finally:
-        # After an error, do not wait for environments that may hang.
+        # If an error occurred, an environment may hang, so do not wait for the threads.
         threads.shutdown(wait=False, cancel_futures=True)
         for env in free:
             env.close()
 
 
 def advance(steps, reply):
-    """Sends a reply to an episode, and returns its next request, or None if the episode ended."""
+    """Sends a reply to an episode, and runs the episode until it needs the next reply.
+
+    Returns:
+        The request for the next reply, (trajectory, rng), or None if the episode ended.
+    """
     try:
         return steps.send(reply)
     except StopIteration:
@@ -86,12 +92,13 @@ def advance(steps, reply):
 
 
 def episode_with_retries(env: Environment, encoder, t, max_tokens: int):
-    """Runs `envs.episode`, and restarts the episode from its first turn if its environment fails.
+    """Runs `envs.episode`, and restarts it from the first turn if the environment fails.
 
-    A restarted episode is the same one, since the environment and the random numbers repeat.
+    A restarted episode uses the same task and the same random seed. It therefore repeats what
+    happened before the failure.
 
     Raises:
-        EnvError: The environment still fails after all WAITS.
+        EnvError: The environment still fails after the last retry.
     """
     for wait in [*WAITS, None]:
         try:

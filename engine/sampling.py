@@ -1,7 +1,9 @@
-"""Sampling: the distribution of an agent's tokens, one sampled token, and replies from `generate`.
+"""Sampling: processes logits, samples tokens, and generates replies with `generate`.
 
-`engine.kv_cache` samples with the same `TokenSampler` and is faster. `generate_replies` supports
-the models that `engine.kv_cache` does not.
+`Sampler` defines the distribution that tokens are sampled from. `TokenSampler` samples one token
+for each reply of a batch. `generate_replies` generates whole replies with the `generate` method of
+transformers. It works for all models, while `engine.kv_cache` is faster, but does not support all
+models. Both use `TokenSampler`.
 
 Shapes: B replies are sampled together, and V is the vocabulary size. Log-probabilities are in nats.
 """
@@ -17,24 +19,26 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dpo import Ids, in_fp32
 
-Sampled = tuple[Ids, list[float]]  # a reply: its token ids, and the log-probability of each
+Sampled = tuple[Ids, list[float]]  # the token ids of a reply, and the log-probability of each token
 
 
 class Sampler:
-    """The sampling distribution of an agent: softmax(logits / temperature) without suppressed ids.
+    """The distribution that an agent's tokens are sampled from.
 
-    With the default arguments, it is the model's distribution over its whole vocabulary.
+    It is softmax(logits / temperature), where the logits of suppressed tokens are set to -inf. With
+    the default arguments, it is the model's own distribution over its whole vocabulary.
 
-    GRPO also trains on this distribution. If its log-probabilities included suppressed tokens, the
-    probability of these would grow with each step that makes sampled tokens less probable, and
-    nothing would reduce it again.
+    The log-probabilities in the GRPO loss also come from this distribution, so suppressed tokens
+    have no probability there. If they had one, it could only grow: GRPO decreases the probability
+    of sampled tokens with a negative advantage, which increases the probability of all other
+    tokens. Suppressed tokens are never sampled, so GRPO could not decrease their probability again.
 
     Args:
-        temperature: The temperature. If it is 0, sampling is greedy.
-        suppressed_ids: The ids that are never sampled.
-        vocabulary_size: The vocabulary size, by default that of the logits. A model may have more
-            logits than this. The additional ids are suppressed, too, unless `suppressed_ids` is
-            empty.
+        temperature: The sampling temperature. If it is 0, decoding is greedy.
+        suppressed_ids: The token ids that are never sampled, such as special tokens.
+        vocabulary_size: The number of token ids in use. If the model has more logits than this, the
+            extra ids are suppressed, too, unless `suppressed_ids` is empty. By default, all logits
+            are used.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
@@ -42,18 +46,18 @@ class Sampler:
         self.temperature = temperature
         self.suppressed_ids = suppressed_ids
         self.vocabulary_size = vocabulary_size
-        # A cache, (device, V) -> tensor of all suppressed ids, since each copy of such a tensor to
-        # a GPU is a host-device synchronisation.
+        # Cached tensors of all suppressed ids, by (device, V). Without the cache, each step would
+        # copy the ids to the GPU again, and each copy is a host-device synchronisation.
         self.index = {}
 
     def process_logits(self, logits: Tensor) -> Tensor:
-        """Returns processed logits in fp32, (..., V). Their softmax is the sampling distribution.
-
-        Like a logits processor of transformers, it applies the temperature, and sets the logits of
-        suppressed ids to -inf.
+        """Applies the temperature to the logits, and sets the logits of suppressed ids to -inf.
 
         Args:
             logits: The logits of a model, (..., V).
+
+        Returns:
+            The processed logits in fp32, (..., V). Their softmax is the sampling distribution.
         """
         logits = in_fp32(logits)
         if self.temperature not in (0, 1):
@@ -63,7 +67,8 @@ class Sampler:
         key = logits.device, logits.shape[-1]
         if key not in self.index:
             beyond = range(self.vocabulary_size or key[1], key[1])
-            # The first call may run in inference mode, whose tensors cannot be used in training.
+            # The first call may happen in inference mode. Tensors that are created in inference
+            # mode cannot be used in training later, so inference mode is disabled here.
             with torch.inference_mode(False):
                 self.index[key] = torch.tensor([*self.suppressed_ids, *beyond],
                                                device=logits.device)
@@ -73,19 +78,21 @@ class Sampler:
 @dataclass
 class Reply:
     """A reply that is being sampled."""
-    rng: random.Random  # the episode's own generator, so other episodes do not change its numbers
+    # The random number generator of the episode. Each episode has its own generator, so that its
+    # random numbers do not depend on the other episodes in the batch.
+    rng: random.Random
     ids: Ids = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # one for each id; empty if greedy
+    log_probs: list[float] = field(default_factory=list)  # one per token; empty at temperature 0
     done: bool = False
 
 
 class TokenSampler:
-    """Samples the next token of several replies.
+    """Samples the next token for each reply in a batch.
 
     Args:
-        sampler: The distribution.
-        encoder: An `engine.chat.Encoder`.
-        stops: The stop strings, which end a reply, as the end-of-turn token does.
+        sampler: The sampling distribution.
+        encoder: An `engine.chat.Encoder`, which decodes tokens to find stop strings.
+        stops: The stop strings. A reply ends after a stop string or an end-of-turn token.
     """
 
     def __init__(self, sampler: Sampler, encoder, stops: tuple[str, ...]):
@@ -95,20 +102,23 @@ class TokenSampler:
         self.may_end = {}  # token id -> True if a stop string may end within this token
 
     def __call__(self, replies: list[Reply], logits: Tensor) -> Tensor:
-        """Appends a token to each unfinished reply, with a single host-device synchronisation.
+        """Samples a token for each reply, and appends it to the reply unless the reply is done.
+
+        There is only one host-device synchronisation for the whole batch.
 
         Args:
             replies: The B replies.
             logits: The logits of the next token of each reply, (B, V).
 
         Returns:
-            The token ids, (B, 1). A finished reply gets the end-of-turn token.
+            The sampled token ids, (B, 1). For a reply that is done, this is the end-of-turn token.
         """
         log_p = self.sampler.process_logits(logits).log_softmax(-1)               # (B, V)
         u = self.uniform(replies).to(log_p.device, non_blocking=True)             # (B, 1)
         if self.sampler.temperature > 0:
             # Inverse transform sampling: choose the first token at which the cumulative
-            # distribution function exceeds u. Because of rounding, its last value is not exactly 1.
+            # distribution function (CDF) exceeds u. The last value of the CDF may differ from 1
+            # because of rounding errors, so u is multiplied by this value.
             cdf = log_p.exp().double().cumsum(-1)                                 # (B, V)
             tokens = (cdf <= cdf[:, -1:] * u).sum(-1, keepdim=True)               # (B, 1)
         else:
@@ -122,11 +132,15 @@ class TokenSampler:
         return tokens
 
     def uniform(self, replies: list[Reply]) -> Tensor:
-        """Draws a random number in [0, 1) for each reply, (B, 1).
+        """Draws a uniform random number in [0, 1) for each reply.
 
-        A finished reply gets -1, and its generator stays unchanged. Otherwise the later turns of
-        its episode would depend on the length of the other replies. At temperature 0, no number is
-        drawn.
+        No number is drawn for a reply that is done. If one were drawn, later turns of this episode
+        would depend on how long the other replies in the batch are. At temperature 0, no numbers
+        are needed, so none are drawn.
+
+        Returns:
+            The random numbers, (B, 1). The value is -1 for replies that are done, and 0 for other
+            replies at temperature 0.
         """
         numbers = []
         for reply in replies:
@@ -139,7 +153,7 @@ class TokenSampler:
         return torch.tensor(numbers, dtype=torch.float64)[:, None]
 
     def add(self, reply: Reply, token: int, log_prob: float) -> None:
-        """Appends a token to a reply, and marks the reply as done if the token ends it."""
+        """Appends a token to a reply, and marks the reply as done if this token ends the reply."""
         if not math.isfinite(log_prob):
             raise FloatingPointError("the model's logits are not finite")
         reply.ids.append(token)
@@ -148,25 +162,32 @@ class TokenSampler:
         reply.done = token == self.encoder.end_of_turn or self.stops_at(reply.ids)
 
     def stops_at(self, ids: Ids) -> bool:
-        """Returns True if a stop string ends within the last of these tokens.
+        """Returns True if the last token of a reply completes a stop string.
 
-        Few tokens contain the last character of a stop string, so the text is decoded rarely.
+        For speed, the reply is only decoded if the last token contains the last character of a stop
+        string. Few tokens do.
+
+        Args:
+            ids: The token ids of the reply so far.
         """
         last = ids[-1]
         if last not in self.may_end:
-            text = self.encoder.decode([last])  # a part of a character is decoded as U+FFFD
+            # A token may have only some bytes of a character. Then its text has the character
+            # U+FFFD (REPLACEMENT CHARACTER), and the token might complete any stop string.
+            text = self.encoder.decode([last])
             self.may_end[last] = any(s[-1] in text or "\N{REPLACEMENT CHARACTER}" in text
                                      for s in self.stops)
         if not self.may_end[last]:
             return False
-        # Each token of a stop string has at least one character, so this many tokens contain it.
+        # Each token of a stop string has at least one character, so a stop string of n characters
+        # has at most n tokens. Decoding the last n + 1 tokens is therefore enough.
         return any(stop in self.encoder.decode(ids[-len(stop) - 1:]) for stop in self.stops)
 
 
 # ------------------------------------------------------------------------ replies by `generate`
 
-# The number of tokens of a sequence that are prefilled at a time. Without chunks, the memory of
-# the attention mask would grow with the square of the length.
+# Long sequences are prefilled in chunks of this many tokens. Without chunks, the attention mask
+# would need memory proportional to the square of the sequence length.
 PREFILL_CHUNK = 1024
 
 
@@ -178,18 +199,20 @@ def generate_replies(
     conversations: list[tuple[Ids, random.Random]],
     single: bool = False,
 ) -> list[Sampled]:
-    """Samples a reply to each conversation with `generate` of transformers.
+    """Generates a reply to each conversation with the `generate` method of transformers.
 
     Args:
         model: A causal language model.
-        token_sampler: The function that samples a token.
+        token_sampler: A `TokenSampler`, which samples the tokens of the replies.
         max_new_tokens: The maximum number of tokens in a reply.
-        conversations: The token ids of each conversation, and its random number generator.
-        single: If true, conversations run at batch size 1. Otherwise they form one batch.
+        conversations: A list of pairs: the token ids of a conversation, and the random number
+            generator of its episode.
+        single: If true, the batch size is 1. Otherwise all conversations form one batch.
 
     Returns:
-        The token ids of each reply, and the log-probability of each token under the sampler, in
-        nats. At temperature 0 there are no log-probabilities.
+        A list with a pair for each conversation: the token ids of the reply, and the
+        log-probability of each token under the sampling distribution, in nats. At temperature 0,
+        the list of log-probabilities is empty.
     """
     batch_size = 1 if single else len(conversations)
     end = token_sampler.encoder.end_of_turn
@@ -200,7 +223,7 @@ def generate_replies(
     sampled = []
     for first in range(0, len(conversations), batch_size):
         batch = conversations[first:first + batch_size]
-        # With padding on the left, all replies start in the same column.
+        # Pad on the left, so that the replies of all conversations start at the same index.
         sequences = [torch.tensor(ids) for ids, _ in batch]
         ids = pad_sequence(sequences, batch_first=True, padding_side="left")      # (B, L)
         ones = [torch.ones_like(sequence) for sequence in sequences]
@@ -213,9 +236,10 @@ def generate_replies(
 
 
 class SampledTokenProcessor(transformers.LogitsProcessor):
-    """A logits processor that lets `generate` choose only the token that TokenSampler sampled.
+    """A logits processor that makes `generate` output the tokens sampled by a `TokenSampler`.
 
-    It sets the logits of all other tokens to -inf.
+    `generate` runs with greedy decoding. The processor samples a token for each reply, sets its
+    logit to 0 and all other logits to -inf. Greedy decoding then always chooses the sampled token.
     """
 
     def __init__(self, token_sampler: TokenSampler, replies: list[Reply]):

@@ -1,7 +1,8 @@
 """Numerical self-check: selects the fastest backends that compute correct log-probabilities.
 
-A new run checks every model that it trains or runs episodes with, and stores the selected backends
-in its config.json.
+A backend is one of several implementations of generation or of forward passes, such as "kv_cache".
+Not every model works with every backend. A new run therefore checks each of its models, and stores
+the selected backends in config.json.
 """
 
 import random
@@ -16,49 +17,57 @@ from engine.chat import Encoder, first_line
 from engine.kv_cache import CachedGenerator
 from engine.sampling import Sampler, TokenSampler, generate_replies
 
-# The tolerated error in nats per token. Rounding in fp32 causes 4e-5, and bugs cause 0.012 or more.
+# The largest error of a correct backend, in nats per token. In fp32, rounding causes errors of
+# 4e-5, and bugs cause errors of 0.012 or more.
 TOLERANCE = 1e-3
 SHORT_TOKENS = 24  # number of tokens in the shortest test sequence
 REPLY_TOKENS = 6   # number of tokens in a test reply
-# The backends for generation, the fastest first: "kv_cache" keeps its KV cache across turns (see
-# `engine.kv_cache`). The others call `generate` of transformers with a new cache in each turn,
-# "batched" for all episodes at once, "single" at batch size 1.
+# The backends for generation, from fastest to slowest. "kv_cache" keeps its KV cache across turns
+# (see `engine.kv_cache`). "batched" and "single" call the `generate` method of transformers, which
+# creates a new KV cache in each turn. "batched" generates the replies of all episodes in one batch,
+# and "single" uses batch size 1.
 REPLY_BACKENDS = ("kv_cache", "batched", "single")
-# The backends for log-probabilities: "prefix_sharing" (see `engine.prefix_sharing`), and "padded"
-# batches. A model that supports neither of them runs at batch size 1.
+# The backends for forward passes, which compute the log-probabilities of trajectories:
+# "prefix_sharing" (see `engine.prefix_sharing`), and "padded" for padded batches. If a model
+# supports neither of them, its forward passes use batch size 1.
 PASS_BACKENDS = ("prefix_sharing", "padded")
-# A model's code raises one of these errors if it does not support a backend. Problems with the disk
-# or the driver raise other errors.
+# If a model does not support a backend, the model's code raises one of these errors. They do not
+# include errors of the disk or of the GPU driver.
 MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 RuntimeError, TypeError, ValueError)
-# These are RuntimeErrors, too, so they have to be caught first.
+# Errors of the GPU. They are subclasses of RuntimeError, which is in MODEL_ERRORS, so they have to
+# be caught first.
 MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 @torch.inference_mode()
 def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
-    """Selects the fastest backends that agree with plain forward passes at batch size 1.
+    """Tests all backends with a model, and selects those that compute correct log-probabilities.
 
-    A backend agrees if it computes the same log-probabilities. Some models attend to padding, and
-    some compute wrong results with their cache or beyond a certain length.
+    The reference is a plain forward pass at batch size 1, without padding and without a KV cache. A
+    backend is correct if its log-probabilities are the same, up to TOLERANCE. Typical bugs are
+    models that attend to padding tokens, and models that compute wrong results with a KV cache or
+    for long sequences.
 
-    The check looks for bugs, not for rounding errors. In bf16, rounding alone changes a token's
-    log-probability by 0.04 to 0.06 nats, more than some bugs do, so the model is cast to fp32.
+    During the check, the model is in fp32, because rounding errors in bf16 would hide bugs. In
+    bf16, rounding changes the log-probability of a token by 0.04 to 0.06 nats, and some bugs change
+    it by less.
 
     Args:
-        model: A causal language model. Its weights stay in fp32 after the check, and its attention
+        model: A causal language model. Its weights stay in fp32 after the check. Its attention
             implementation is restored.
-        encoder: The encoder of its tokenizer.
-        longest: The maximum number of tokens in a test sequence, replies included. Some bugs appear
-            only beyond a certain length.
+        encoder: The `Encoder` of the model's tokenizer.
+        longest: The maximum number of tokens in a test sequence, replies included. Long sequences
+            are needed because some bugs only occur beyond a certain length.
 
     Returns:
-        A dict with two entries: `replies` is the first correct backend in REPLY_BACKENDS, and
-        `passes` is the list of all correct ones in PASS_BACKENDS.
+        A dict with two entries. `replies` is the fastest correct backend for generation, one of
+        REPLY_BACKENDS. `passes` is a list of all correct backends for forward passes, a subset
+        of PASS_BACKENDS.
 
     Raises:
-        UsageError: No backend for generation is correct. Errors of the machine, such as running out
-            of memory, are raised unchanged.
+        UsageError: No backend for generation is correct. GPU and out-of-memory errors are not
+            converted to UsageError.
     """
     model.float()
     attention = model.config._attn_implementation
@@ -89,11 +98,15 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
 
 
 def backend_error(check: Callable) -> tuple[float, str]:
-    """Returns the error of a backend in nats per token, and a message if the backend fails.
+    """Runs the check of a backend, and handles exceptions.
 
     Args:
-        check: A function without arguments that runs the backend and returns its error. If it
-            raises one of MODEL_ERRORS, the backend fails, and its error is infinite.
+        check: A function without arguments that runs a backend and returns its numerical error.
+
+    Returns:
+        The numerical error in nats per token, and an empty string. If the check raises one of
+        MODEL_ERRORS, the model does not support the backend. Then the numerical error is infinity,
+        and the string is the message of the exception.
     """
     try:
         return check(), ""
@@ -106,12 +119,16 @@ def backend_error(check: Callable) -> tuple[float, str]:
 
 
 def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
-    """Draws the test sequences: up to four sequences of random tokens.
+    """Creates three or four test sequences of random tokens.
 
-    They are a long one, a second long one with the same first third, a short one, and one with a
-    third of the maximum length, since some bugs appear neither in long nor in short sequences. No
-    sequence is longer than this third and shorter than the long ones. Some models switch their
-    behaviour at a certain length, and no sequence may grow past that length during the check.
+    1. A long sequence, which has almost `longest` tokens.
+    2. Another long sequence that has the first third in common with sequence 1.
+    3. A short sequence of at most SHORT_TOKENS tokens.
+    4. A sequence of a third of `longest` tokens, because some bugs occur neither in long nor in
+       short sequences. It is left out if it is not longer than sequence 3.
+
+    No other lengths are tested, because some models behave differently beyond a certain length. If
+    a sequence grew past this length during the check, a correct backend could seem to be wrong.
     """
     rng = random.Random(0)
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
@@ -123,20 +140,27 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
 
 
 def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
-    """Returns the ids that are never sampled during the check, so that no reply ends early."""
+    """Returns the token ids that are suppressed during the check.
+
+    They include the end-of-turn token, so that all test replies have the full length.
+    """
     return (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
 
 
 def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, backend: str) -> float:
-    """Generates replies to the sequences in two turns, and measures the error of a backend.
+    """Returns the numerical error of a backend for generation.
+
+    The backend generates two replies to each test sequence, with random tokens as an observation in
+    between. The log-probabilities that the backend returns are compared with those of a plain
+    forward pass.
 
     Args:
         model, encoder, longest: The same as in `select_backends`.
-        sequences: The sequences from `random_sequences`.
+        sequences: The test sequences from `random_sequences`.
         backend: The name of the backend, one of REPLY_BACKENDS.
 
     Returns:
-        The largest error of a sequence, in nats per token.
+        The mean absolute error per token, in nats, of the sequence with the largest error.
     """
     sampler = Sampler(suppressed_ids=suppressed_ids(encoder))
     generate = make_generator(backend, model, TokenSampler(sampler, encoder, ()), len(sequences),
@@ -159,10 +183,15 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
 
 def make_generator(backend: str, model, token_sampler: TokenSampler, slots: int, max_tokens: int,
                    max_new_tokens: int, tokens: int) -> Callable:
-    """Returns a function that generates replies with `backend`, one of REPLY_BACKENDS.
+    """Returns a function that generates replies with the given backend.
 
-    The other arguments are those of `engine.kv_cache.CachedGenerator`, and the function is called
-    in the same way: generate([(trajectory, rng)]) returns [(ids, log_probs)].
+    The function is called as generate([(trajectory, rng)]) and returns [(ids, log_probs)].
+
+    Args:
+        backend: The name of the backend, one of REPLY_BACKENDS.
+        model, token_sampler, slots, max_tokens, max_new_tokens, tokens: The same as in
+            `engine.kv_cache.CachedGenerator`. The other backends ignore `slots`, `max_tokens` and
+            `tokens`.
     """
     if backend == "kv_cache":
         return CachedGenerator(model, token_sampler, slots, max_tokens, max_new_tokens, tokens)
@@ -176,15 +205,18 @@ def make_generator(backend: str, model, token_sampler: TokenSampler, slots: int,
 
 
 def pass_error(model, sequences: list[Ids], passes: str) -> float:
-    """Runs all sequences in one forward pass, and measures the error of a backend.
+    """Returns the numerical error of a backend for forward passes.
+
+    The backend computes the log-probabilities of all test sequences in a single forward pass. They
+    are compared with those of a plain forward pass for each sequence.
 
     Args:
-        model: The model.
-        sequences: The sequences from `random_sequences`.
+        model: A causal language model.
+        sequences: The test sequences from `random_sequences`.
         passes: The name of the backend, one of PASS_BACKENDS.
 
     Returns:
-        The largest error of a sequence, in nats per token.
+        The mean absolute error per token, in nats, of the sequence with the largest error.
     """
     trajectories = []
     for ids in sequences:

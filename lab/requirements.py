@@ -1,8 +1,10 @@
-"""Prints the requirements in a file that this interpreter lacks, in one line.
+"""Checks whether the packages in a requirements file are installed.
 
     python3 lab/requirements.py FILE
 
-The exit status is 1 if a requirement is missing. The interpreter may have no packages at all.
+Prints the missing packages in one line. The exit status is 1 if a package is missing, and 0
+otherwise. The script only needs the standard library, so it also runs in a Python installation
+without any packages.
 """
 
 import sys
@@ -11,7 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def lacking(lines) -> list[str]:
-    """Returns each missing requirement with the installed version."""
+    """Returns the requirements that are not satisfied, with the version that is installed.
+
+    For example: ["torch>=2.4 (found 2.1.0)", "trl (found none)"].
+
+    Args:
+        lines: The lines of a requirements file.
+    """
     try:
         from packaging.requirements import Requirement
     except ImportError:
