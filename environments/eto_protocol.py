@@ -1,6 +1,7 @@
 """Runs episodes in the same way as the code of ETO or IPR (--protocol eto).
 
-These two repositories have such code. InterCodeSQL follows IPR, the other environments follow ETO.
+The table shows which environments each repository has. For InterCodeSQL we follow the code of IPR.
+For WebShop and ScienceWorld we follow the code of ETO.
 
     Yifan-Song793/ETO   WebShop and ScienceWorld      (Song et al. 2024)
     WeiminXiong/IPR     WebShop and InterCodeSQL      (Xiong et al. 2024)
@@ -25,7 +26,8 @@ from envs import Environment, Step
 
 @dataclass(frozen=True)
 class ProtocolOptions(Options):
-    """Settings that WebShop, ScienceWorld and InterCodeSQL share, because ETO or IPR use them."""
+    """Settings of WebShop, ScienceWorld and InterCodeSQL, which are the environments of ETO and
+    IPR."""
     # Form of the episodes: "ours", or "eto" for the form in ETO's code (in IPR's code for
     # InterCodeSQL). "eto" also sets the prompt, lengths, stop strings, learning rate, temperature
     # and rewards of that code [ours]
@@ -72,7 +74,7 @@ class EtoEnvironment:
             examples: Example conversations, which the prompt contains when the agent acts.
         """
         self.inner = inner
-        self.inner.action = self.action  # so that the inner `step` finds actions as ETO's code does
+        self.inner.action = self.action  # makes the inner `step` parse replies as in ETO's code
         self.instruction = instruction
         self.examples = examples
 

@@ -86,8 +86,8 @@ def read_experts(path: str, env: Environment, report: Callable[[str], None] | No
     Args:
         path: The path of the file.
         env: The environment.
-        report: A function that prints a line for the user, or None. It is called if published
-            entries have no reward, with the number of these entries.
+        report: A function that prints a line for the user, or None to print nothing. If some of the
+            entries have no reward, the line states how many.
 
     Returns:
         A list of (task id, messages, reward), one for each entry of the file. The messages are
@@ -240,7 +240,7 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
             raise ValueError(f"turn {n + 1}: its 'loss' is {json.dumps(loss)}, but all replies are "
                              "trained on, and nothing else")
 
-    # 2. Replace the opening with the one of our environment.
+    # 2. Replace the opening with the opening of our environment.
     if len(messages) <= opening:
         raise ValueError("the conversation has no reply")
     first, *rest = messages[opening:]

@@ -173,7 +173,9 @@ class Simulators:
             if hasattr(instance, "_load_scenario"):  # the maths simulator has no state to load
                 instance._load_scenario(copy.deepcopy(state["config"].get(name, {})),
                                         long_context=state["long_context"])
-        if state["long_context"]:  # the package uses the same long lists in all instances
+        # The package shares the long texts between all instances. We copy them, because a call may
+        # change them.
+        if state["long_context"]:
             self.instances = copy.deepcopy(self.instances)
         self.functions = {name: getattr(instance, name)
                           for simulator, instance in self.instances.items()

@@ -119,8 +119,8 @@ def as_json(call: str, documented: dict[str, dict]) -> dict:
 def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
     """Returns the splits, a dict {split: {key: task}}.
 
-    The tasks are in random order, so that a part of a split has tasks of all domains. The order is
-    the same in every process.
+    The tasks are in a fixed random order, so that the first tasks of a split cover all domains,
+    such as files, messages, trading and travel.
 
     Args:
         category: One of CATEGORIES, or "all".

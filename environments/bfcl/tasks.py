@@ -218,8 +218,11 @@ def successful_calls(start: str, replies: list[str]):
 def useful(made: list[tuple]) -> list[tuple]:
     """Selects the calls that a solution needs.
 
-    These are the last call, all calls that changed a state, and all calls that returned a value
-    which a later selected call uses in its arguments.
+    A call is selected in three cases:
+
+    - It is the last call.
+    - It changed the state of a simulator.
+    - Its result contains a value that occurs in the arguments of a later selected call.
 
     Args:
         made: A list of (call, result, changed), see `successful_calls`.
@@ -238,9 +241,10 @@ def useful(made: list[tuple]) -> list[tuple]:
 
 
 def states_all(task: dict) -> bool:
-    """Returns True if an agent can find out every value in the arguments of the solution's calls.
+    """Returns True if an agent can find out all values that the calls of the solution need as
+    arguments.
 
-    A value counts as known if it occurs in one of these places:
+    An agent can find out a value if the value occurs in one of these places:
 
     - a message of the user, in this turn or an earlier turn
     - the documentation of the argument

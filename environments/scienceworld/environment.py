@@ -158,7 +158,7 @@ def safely(env: ScienceWorld, call):
         return call(env._simulator)
     except BaseException as error:
         problem = type(error).__name__
-        with suppress(Py4JError):  # str(error) asks the Java process for the text, and may fail
+        with suppress(Py4JError):  # str(error) sends a request to the Java process and may fail
             problem = ": ".join([problem, *str(error).split("\n")[:2]])
         if env._simulator:
             env._simulator.stop()
@@ -233,8 +233,8 @@ class _Simulator:
         return self.interface.getTaskDescription()
 
     def solve(self, kind: str, number: int) -> list[str]:
-        """Loads a task and returns the simulator's solution, a list of actions. The solution is the
-        same whatever episodes the simulator has run before."""
+        """Loads a task and returns the simulator's solution, a list of actions. The solution does
+        not depend on the episodes that the simulator has run before."""
         # The simulator caches the paths between rooms. Computing a path draws random numbers, but
         # reading it from the cache does not. We clear the cache, so that the random numbers that
         # follow do not depend on earlier episodes.

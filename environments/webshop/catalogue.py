@@ -167,15 +167,15 @@ def _twins(rng, family):
 def listed_as_fitting(product: dict, goal: dict) -> bool:
     """Returns True if the type, attributes and price of a product meet a goal.
 
-    Options are not compared. They are the only part of a goal that the results page cannot answer.
+    Options are not compared, because the results page does not show them.
     """
     return (product["query"] == goal["query"] and product["price"] <= goal["price_upper"]
             and {*goal["attributes"]} <= {*product["Attributes"]})
 
 
 def meets(product: dict, goal: dict) -> bool:
-    """Returns True if a purchase of this product can get the reward 1 for a goal, which also needs
-    a click on each option that the goal requests."""
+    """Returns True if a product meets everything that a goal requests, including the options. Its
+    purchase then gets the reward 1, if the agent has chosen these options."""
     options = sum(product["options"].values(), [])
     return listed_as_fitting(product, goal) and {*goal["goal_options"]} <= {*options}
 
@@ -190,9 +190,10 @@ def goal_key(goal: dict) -> tuple:
 def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[dict]) -> dict:
     """Draws a random goal that a product of a family meets.
 
-    It draws goals until one has these properties. Its key is not in `used_keys`. If the family is
-    held out, all products that `listed_as_fitting` accepts for the goal are of held-out families.
-    If the family is not held out, none of these products is.
+    The function draws goals until a goal has two properties. First, the key of the goal is not in
+    `used_keys`. Second, training goals and held-out products stay apart: if the family is held out,
+    every product that `listed_as_fitting` accepts for the goal is held out as well, and if the
+    family is not held out, no such product is.
 
     Args:
         rng: Random number generator.

@@ -227,8 +227,9 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
         links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
     links["buy now"] = replace(place, kind="done")
 
-    # A click names only a value. If two options have this value, it is chosen for the last of them,
-    # as in WebShop.
+    # The key of a link is the value of an option, without the option's name. If two options have
+    # the same value, a click therefore chooses the value for the last of these options, as in
+    # WebShop.
     for name, values in product["options"].items():
         pieces += [name, *values]
         for value in values:
@@ -348,7 +349,8 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
 
 def type_reward(product: dict, goal: dict, nouns) -> float:
-    """Returns r_type, the factor of the reward for the type of the product, in [0, 1]."""
+    """Returns r_type, a factor of WebShop's reward, in [0, 1]. It measures how well the type of the
+    product fits the goal."""
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
