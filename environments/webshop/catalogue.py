@@ -90,9 +90,9 @@ class ShopData:
 def shop_data() -> ShopData:
     """Generates 384 products and 1,152 goals.
 
-    One family of each type is held out. The goals of these families form the split "unseen", so the
-    other splits have no goal that a product of a held-out family meets. Goals that differ only in
-    the price limit are in the same split.
+    One family of each type is held out. The goals of the held-out families form the split "unseen".
+    No product of a held-out family meets a goal of the other splits. Goals that differ only in the
+    price limit are in the same split.
     """
     # 1. Generate the products.
     rng = random.Random(DATA_SEED)

@@ -35,9 +35,10 @@ class WebShopServer(Shop):
     Restarted servers. A server draws new random price limits each time it starts. Results with
     different price limits cannot be compared, so the client raises UsageError if the server was
     restarted during a run. To detect this, the client remembers the instruction of every goal that
-    it has read, and compares the instruction at the start of each later episode. If the goal of an
-    episode is new to the client, the client reads an older goal again first. After a purchase it
-    also reads the goal again, because the page after a purchase does not show the instruction.
+    it has read, and compares the instruction whenever it reads the same goal again. A goal that is
+    new to the client has no instruction to compare, so the client first reads one of the earlier
+    goals again. After a purchase the client also reads the goal of the episode again, because the
+    page after a purchase does not show the instruction.
 
     Load. A server loads its catalogue at the first request. If further requests arrive before the
     catalogue is loaded, the server loads it again for each of them. Requests are therefore sent one
@@ -83,10 +84,11 @@ class WebShopServer(Shop):
     def follow(self, link, query: str = "") -> Page:
         if link:
             return self._client.open(link, self.page)
-        # We change three things about the query, because the server cannot handle them:
-        # - The server responds to a query with a slash with the status 404.
-        # - The server interprets <r>, <a>, <c> and <q> at the start of a query as commands.
-        # - The query becomes part of a URL, and Lucene accepts at most 1,024 words.
+        # We make three changes to the query, because the server could not handle it otherwise:
+        # - A slash becomes a space, because the server responds to a slash with the status 404.
+        # - <r>, <a>, <c> or <q> at the start loses its brackets, because it would be a command.
+        # - The query is cut to 1,000 characters, because it becomes part of a URL, and because
+        #   Lucene accepts at most 1,024 words.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self._client.form, self.page, {"search_query": query})
 
@@ -128,8 +130,8 @@ class Client:
         return self._read(goal)
 
     def _read(self, goal: int) -> Page:
-        """Requests the first page of a goal, and returns the page. Raises UsageError if its
-        instruction is not the one that this process has read for this goal before."""
+        """Requests the first page of a goal, and returns the page. Raises UsageError if this
+        process has read the goal before and its instruction has changed since then."""
         page = self.open(Link("GET", f"{self.url}/coevolve_fixed_{goal}"))
         before = self.instructions[self.url].setdefault(goal, self._instruction)
         if before != self._instruction:
@@ -169,8 +171,8 @@ class Client:
         if before and page.instruction != self._instruction:
             self._fail("the instruction has changed, as it does if the server is restarted")
         self._instruction = page.instruction
-        # A redirect can turn a POST request into a GET request, which loses the fields of the form.
-        # The server then returns the search page instead of the results.
+        # A search must not lead to the search page. This happens if a redirect turns the POST
+        # request into a GET request, because the fields of the form are then lost.
         if page.form and data:
             self._fail(f"a search leads to the search page again; {CHECK}")
         if page.form:
