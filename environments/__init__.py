@@ -1,8 +1,9 @@
-"""Finds and makes environments. Each folder here is an environment and has its name.
+"""Finds and makes environments. Each folder here contains one environment of the same name.
 
-The `__init__` of such a folder defines the environment's settings, a class `Options`. It imports
-only the standard library and this project. The packages that the environment needs are imported
-when it is made. The functions below `make` are helpers that several environments share.
+The `__init__.py` of such a folder defines the class `Options`, the settings of the environment. It
+imports only the standard library and this project, so reading the settings needs no extra package.
+`make` imports the packages that the environment itself needs. The functions below `make` are
+helpers that several environments share.
 """
 
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 from common.settings import Stated, UsageError
 from envs import Environment, Stuck
 
-# The names of all environments. Every command accepts these.
+# The names of all environments, which the commands accept
 ENVIRONMENTS = tuple(sorted(
     file.parent.name for file in Path(__file__).parent.glob("*/__init__.py")))
 
@@ -23,22 +24,22 @@ ENVIRONMENTS = tuple(sorted(
 class Options(Stated):
     """Settings of an environment.
 
-    A subclass adds its settings and defines make(view), which returns the `Environment`.
+    A subclass adds settings and defines the method make(view), which returns the `Environment`.
     """
-    protocol = "ours"  # "eto" runs episodes as the code of ETO does, see eto_protocol.py
+    protocol = "ours"  # "eto" runs episodes in the same way as ETO's code, see eto_protocol.py
 
     @staticmethod
     def scenario(task: str) -> str | None:
-        """Returns the name that the variants of a task share, or None.
+        """Returns the name of the scenario that a task belongs to, or None.
 
-        If there is one, the evaluation also reports the fraction of names whose variants all
-        succeed.
+        The tasks of a scenario are variants of each other. If an environment has scenarios, the
+        evaluation also reports the fraction of scenarios in which all variants succeed.
         """
         return None
 
 
 def environment(name: str) -> type[Options]:
-    """Returns the `Options` of the environment called `name`."""
+    """Returns the settings class, `Options`, of the environment called `name`."""
     if name not in ENVIRONMENTS:
         raise UsageError(f"unknown environment {name!r}; choose from: {', '.join(ENVIRONMENTS)}")
     return import_module(f"environments.{name}").Options
@@ -49,10 +50,10 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> Environ
 
     Args:
         name: The name, one of ENVIRONMENTS.
-        view: The form of the texts: "full", which is the official one, or "short".
-        examples: The number of example conversations in the prompt. Only the protocol of ETO has
-            such examples.
-        options: The fields of the environment's `Options`.
+        view: "full" for the environment's official texts, or "short" for shorter texts.
+        examples: The number of example conversations in the prompt. It has no effect unless
+            protocol="eto", because our own prompts contain no examples.
+        options: Values for the fields of the environment's `Options`.
     """
     settings = environment(name)(**options)
     env = settings.make(view)
@@ -64,16 +65,17 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> Environ
 
 def converse(env: Environment, observation: str,
              act: Callable[[str], str]) -> tuple[list[dict], float]:
-    """Runs the current episode with the replies of `act`.
+    """Plays an episode: sends each observation to `act`, and its reply to the environment.
 
     Args:
-        env: The environment, after `reset` or `start`.
-        observation: The first observation.
-        act: A function observation -> reply.
+        env: The environment, after a call of `reset` or `start`.
+        observation: The observation that `reset` or `start` returned.
+        act: A function that takes an observation and returns a reply. It raises Stuck or
+            StopIteration if it has no further reply.
 
     Returns:
-        The messages without the observation after the last reply, and the reward. The reward is 0
-        if `act` raises Stuck or StopIteration, because it has no next reply.
+        The messages of the episode, and its reward. The messages end with the last reply. If `act`
+        raises Stuck or StopIteration, the episode ends there with a reward of 0.
     """
     messages = env.opening(observation)
     for turn in range(1, env.max_turns + 1):
@@ -91,22 +93,25 @@ def converse(env: Environment, observation: str,
 
 
 def saying(replies: Iterable[str]) -> Callable[[str], str]:
-    """Returns a function observation -> reply that returns these replies in order, whatever the
-    observations are. After the last reply it raises StopIteration."""
+    """Returns an agent that plays a fixed list of replies, for use as `act` in `converse`.
+
+    The agent is a function that ignores the observation and returns the next reply. After the last
+    reply it raises StopIteration.
+    """
     remaining = iter(replies)
     return lambda observation: next(remaining)
 
 
 def first_reply(messages: list[dict], turns: int) -> int:
-    """Returns the index of the message with the agent's first reply.
+    """Returns the index of the message that contains the agent's first reply.
 
-    Assistant messages before it belong to the opening: the "OK" after the rules, and those of the
-    examples. If `turns` is 0, or larger than the number of assistant messages, the result is the
-    number of messages.
+    The opening of an episode may also have assistant messages: the "OK" after the rules, and the
+    replies in the example conversations. The agent's own replies are the last `turns` assistant
+    messages. If there are fewer than `turns`, or if `turns` is 0, returns len(messages).
 
     Args:
         messages: All messages of an episode.
-        turns: The number of the agent's replies.
+        turns: The number of replies that the agent gave.
     """
     replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     return replies[-turns] if 0 < turns <= len(replies) else len(messages)

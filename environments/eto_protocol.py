@@ -1,12 +1,16 @@
-"""Runs episodes as the code of ETO does, or that of IPR on InterCodeSQL: --protocol eto.
+"""Runs episodes in the same way as the code of ETO or IPR (--protocol eto).
+
+The table shows which environments each repository has. For InterCodeSQL we follow the code of IPR.
+For WebShop and ScienceWorld we follow the code of ETO.
 
     Yifan-Song793/ETO   WebShop and ScienceWorld      (Song et al. 2024)
     WeiminXiong/IPR     WebShop and InterCodeSQL      (Xiong et al. 2024)
 
-The prompts are read from the user's copy of one of these repositories. An `EtoEnvironment` wraps
-one of our environments: the rules are a message of their own, examples come before the task, every
-observation has a heading, and the action is the text after the first "Action: ". The table in
-environments/README.md lists all differences.
+The prompts are read from the user's copy of one of these repositories. The class `EtoEnvironment`
+wraps one of our environments and changes the form of its episodes. The rules are a separate first
+message. Example conversations come before the task. Every observation starts with a heading such as
+"Observation: ". The action is the text after the first "Action: ". The table in
+environments/README.md lists all differences from our own protocol.
 """
 
 import re
@@ -22,11 +26,13 @@ from envs import Environment, Step
 
 @dataclass(frozen=True)
 class ProtocolOptions(Options):
-    """Settings of the environments that ETO or IPR also use."""
-    # Form of an episode: "ours", or "eto" as in ETO's code (IPR's on InterCodeSQL), with its
-    # prompt, lengths, stop strings, learning rate, temperature and rewards [ours]
+    """Settings of WebShop, ScienceWorld and InterCodeSQL, which are the environments of ETO and
+    IPR."""
+    # Form of the episodes: "ours", or "eto" for the form in ETO's code (in IPR's code for
+    # InterCodeSQL). "eto" also sets the prompt, lengths, stop strings, learning rate, temperature
+    # and rewards of that code [ours]
     protocol: Literal["ours", "eto"] = "ours"
-    # Folder of ETO's or IPR's prompts for --protocol eto: eval_agent/prompt of their repository [-]
+    # Folder with the prompts for --protocol eto: eval_agent/prompt in ETO's or IPR's repository [-]
     prompts: OldFile = None
 
     def conflicts(self, s):
@@ -41,7 +47,7 @@ class ProtocolOptions(Options):
              "the explorers of this method need this project's texts; leave out one of the two")]
 
 
-# Observations of their environments after a reply without an action, verbatim
+# The observations that ETO's and IPR's code returns after a reply without an action, verbatim
 NO_ACTION = "Invalid format. The input must contains 'Action: '"
 NO_SQL_ACTION = (
     "I don't understand your input.\n Your input shoud include the key world \"Action:\".\n If you "
@@ -52,9 +58,9 @@ NO_SQL_ACTION = (
 
 
 class EtoEnvironment:
-    """Wraps an environment of ours so that its episodes run as in ETO's code.
+    """Wraps one of our environments so that its episodes have the same form as in ETO's code.
 
-    All attributes that are not defined here are those of the wrapped environment.
+    Every attribute that this class does not define is looked up in the wrapped environment.
     """
     stops = ("\nObservation:", "\nTask:", "\n---")
     heading = "Observation: "
@@ -63,12 +69,12 @@ class EtoEnvironment:
     def __init__(self, inner: Environment, instruction: str, examples: list[list[dict]]):
         """
         Args:
-            inner: The environment with our protocol.
+            inner: The environment to wrap.
             instruction: The first message to the agent, which states the rules.
-            examples: Conversations in the prompt of an acting agent.
+            examples: Example conversations, which the prompt contains when the agent acts.
         """
         self.inner = inner
-        self.inner.action = self.action  # the inner `step` then parses replies by this protocol
+        self.inner.action = self.action  # makes the inner `step` parse replies as in ETO's code
         self.instruction = instruction
         self.examples = examples
 
@@ -82,9 +88,11 @@ class EtoEnvironment:
         return self.inner.start(what)
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
-        """Returns the instruction, the reply "OK", the examples and the task.
+        """Returns the first messages of an episode: the instruction, the reply "OK", the example
+        conversations and the task.
 
-        The opening that an agent is trained on has no examples, and its task has no heading.
+        With playing=False the messages are those for training. They contain no examples, and the
+        task has no heading.
         """
         messages = [{"role": "user", "content": self.instruction},
                     {"role": "assistant", "content": "OK"}]
@@ -95,8 +103,11 @@ class EtoEnvironment:
         return [*messages, {"role": "user", "content": observation}]
 
     def action(self, reply: str) -> str | None:
-        """Returns all text after the first "Action: ", or None if there is no such label. If a
-        reply has several actions, the text begins with the first one."""
+        """Returns all text after the first "Action: ", or None if the reply has no "Action: ".
+
+        If a reply contains several actions, the result starts with the first action and also
+        contains the others, as in ETO's code.
+        """
         match = re.search(r"Action: (.*)", reply.strip(), re.S)
         return match[1] if match else None
 
@@ -107,17 +118,19 @@ class EtoEnvironment:
         return replace(step, observation=self.heading + step.observation)
 
     def without_action(self) -> Step:
-        """Returns the step of a reply that has no action."""
+        """Returns the step after a reply that contains no action: an error message as observation,
+        and the reward 0."""
         return Step(f"Observation: {self.no_action}", 0.0, False, idle=True)
 
     def expert(self):
-        """Returns the expert of the wrapped environment. It gets observations without heading."""
+        """Returns the scripted expert of the wrapped environment. The heading is removed from each
+        observation before the expert reads it."""
         act = self.inner.expert()
         return lambda observation: act(without_heading(observation))
 
 
 class EtoShop(EtoEnvironment):
-    """WebShop with searches on every page, as in ETO's code."""
+    """WebShop in which the agent may search on every page, as in ETO's code."""
     heading = "Observation:\n"
 
     def __init__(self, *args):
@@ -128,8 +141,8 @@ class EtoShop(EtoEnvironment):
 class EtoScienceWorld(EtoEnvironment):
     """ScienceWorld with ETO's rewards.
 
-    A wrong `focus on` as the first action gives the reward -1. A reply without an action resets the
-    highest score so far to 0.
+    The reward is the highest score so far. It starts at -1 instead of 0, so a wrong `focus on` as
+    the first action gives the reward -1. A reply without an action resets the highest score to 0.
     """
 
     def start(self, what) -> str:
@@ -143,10 +156,10 @@ class EtoScienceWorld(EtoEnvironment):
 
 
 class EtoInterCodeSQL(EtoEnvironment):
-    """InterCodeSQL as in IPR's code.
+    """InterCodeSQL with the episodes of IPR's code.
 
-    The reward may be negative, and most error messages end with a line break. Replies are parsed
-    as in our own protocol.
+    The reward can be negative, and most error messages end with a newline. The action is extracted
+    from a reply in the same way as in our own protocol.
     """
     no_action = NO_SQL_ACTION
 
@@ -162,21 +175,23 @@ class EtoInterCodeSQL(EtoEnvironment):
         return step
 
 
-# Name of an environment -> its wrapper, and its name in the files of the prompt folder
+# A dict {name of the environment: (wrapper class, name in the file names of the prompt folder)}
 WRAPPERS = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
             "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
 
 
 def in_eto_protocol(env: Environment, folder: str, examples: int) -> EtoEnvironment:
-    """Wraps an environment so that its episodes run as in ETO's code.
+    """Wraps an environment so that its episodes have the same form as in ETO's or IPR's code.
 
     Args:
         env: One of our environments, in the full view.
-        folder: A copy of eval_agent/prompt from ETO's or IPR's repository.
-        examples: The number of the folder's examples in the prompt of an acting agent.
+        folder: A copy of the folder eval_agent/prompt from ETO's or IPR's repository.
+        examples: The number of example conversations to read from the folder. They are part of the
+            prompt when the agent acts.
 
     Raises:
-        UsageError: If a file of the folder is missing or malformed, or has too few examples.
+        UsageError: If a file is missing or malformed, or if there are fewer than `examples`
+            example conversations.
     """
     wrapper, stem = WRAPPERS[env.name]
     instruction_file = f"instructions/{stem}_inst.txt"
@@ -195,5 +210,6 @@ def in_eto_protocol(env: Environment, folder: str, examples: int) -> EtoEnvironm
 
 
 def without_heading(observation: str) -> str:
-    """Returns an observation without the heading that their code writes before it."""
+    """Removes the heading "Observation:" or "Task Description:" from the start of an observation.
+    ETO's and IPR's code writes such headings."""
     return re.sub(r"^(Observation|Task Description):\s*", "", observation)

@@ -1,8 +1,10 @@
-"""Reads expert trajectories from a file: trajectories of a run, or a list of ETO or IPR.
+"""Reads expert trajectories (demonstrations) from a file.
 
-ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish expert trajectories as a JSON list. This
-file calls these published. A run writes its trajectories as JSON lines. An expert trajectory is
-only used if it has the same opening, of prompt and first observation, as an episode here.
+The file has one of two formats. ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish expert
+trajectories as a JSON list. The code below calls these trajectories "published". A run of this
+project writes its trajectories as JSON lines. The opening of each expert trajectory, i.e. its
+prompt and first observation, must be the same as in an episode of our environment. If it differs,
+`experts` raises UsageError, because the trajectory then belongs to another task.
 """
 
 import json
@@ -21,30 +23,32 @@ from envs import Environment
 MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajectories (task, "
         "messages of role and content, reward; experts.jsonl, for example), of this environment's "
         "tasks")
-# Fields of a run's trajectories that are not used here
+# Fields that a run writes for each trajectory, and that this module ignores
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
           "turns", "idle", "ended", "signal")
-# The roles in published files and in those of a run -> the roles of chat templates
+# A dict {role in the file: role in a chat template}, for both file formats
 ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
 def experts(env: Environment, file: str | None, count: int, dropped: Counter | None = None,
             report: Callable[[str], None] = print) -> Iterator[tuple[str, list[dict], float]]:
-    """Yields expert trajectories, from a file or from the scripted expert.
+    """Yields expert trajectories, from a file or from the environment's scripted expert.
 
     Args:
         env: The environment.
-        file: The file, or None for the scripted expert.
-        count: The number of tasks, or 0 for all of them.
-        dropped: The counter of entries that are left out, by reason.
+        file: The path of the file, or None for the scripted expert.
+        count: The number of tasks to use, or 0 for all tasks.
+        dropped: A counter {reason: number of entries}, which is increased for each entry that is
+            left out.
         report: A function that prints a line for the user.
 
     Yields:
-        Task, messages and reward. The reward is 0 if the scripted expert has no next reply. A file
-        may have several trajectories of a task, as the trajectories of an agent do.
+        (task id, messages, reward). The reward is 0 if the scripted expert gets stuck. A file may
+        contain several trajectories of the same task.
 
     Raises:
-        UsageError: If an entry of the file is malformed, or its task opens differently here.
+        UsageError: If an entry of the file is malformed, or if the opening of its episode differs
+            from the opening in our environment.
     """
     if not file:
         for task in env.tasks("train")[:count or None]:
@@ -71,20 +75,23 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
 
 
 def tasks_of(trajectories: list[tuple]) -> list[str]:
-    """Returns the tasks in the result of `read_experts`, each once, in the order of the file."""
+    """Returns the distinct task ids in a result of `read_experts`, in the order of the file."""
     return list(dict.fromkeys(task for task, _, _ in trajectories))
 
 
 def read_experts(path: str, env: Environment, report: Callable[[str], None] | None = None,
                  ) -> list[tuple[str, list[dict], float]]:
-    """Returns task, messages and reward of each entry of a file.
-
-    A rollout whose context was full before its first reply has no messages.
+    """Reads a file of expert trajectories.
 
     Args:
-        path: The file.
+        path: The path of the file.
         env: The environment.
-        report: A function that prints how many published entries have no reward, if any, or None.
+        report: A function that prints a line for the user, or None to print nothing. If some of the
+            entries have no reward, the line states how many.
+
+    Returns:
+        A list of (task id, messages, reward), one for each entry of the file. The messages are
+        empty if the context of the rollout was full before the agent's first reply.
 
     Raises:
         UsageError: If the file or an entry is malformed. The message names the entry and the turn.
@@ -109,13 +116,13 @@ def read_experts(path: str, env: Environment, report: Callable[[str], None] | No
 
 
 def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
-    """Returns task, messages and reward of an entry.
+    """Returns (task id, messages, reward) of an entry in either file format.
 
     Raises:
-        ValueError: If the entry is no expert trajectory of this environment. An entry of the wrong
-            type raises other exceptions, all of them in `user_files.FAULTS`.
+        ValueError: If the entry is not an expert trajectory of this environment. An entry of the
+            wrong type may raise any other exception in `user_files.FAULTS`.
     """
-    # 1. Get the fields of a published entry or of a run's trajectory.
+    # 1. Read the task, the messages and the reward, from either file format.
     if "conversations" in entry:
         task, messages, reward = read_published(entry, env)
     else:
@@ -125,7 +132,7 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
         messages = read_turns(entry["messages"], "role", "content")
         messages = without_examples(messages, entry.get("turns", 0), len(env.opening("")))
 
-    # 2. Drop the observations after the last reply, which are not trained on.
+    # 2. Drop the observations after the last reply, because training has no use for them.
     while messages and messages[-1]["role"] == "user":
         messages.pop()
 
@@ -137,7 +144,7 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
     roles = [message["role"] for message in messages]
     if roles != ["user", "assistant"] * (len(messages) // 2):
         raise ValueError("the messages do not alternate between user and assistant")
-    lowest = -1 if isinstance(env, EtoEnvironment) else 0  # ETO's protocol has negative rewards
+    lowest = -1 if isinstance(env, EtoEnvironment) else 0  # rewards in ETO's code can be negative
     if type(reward) not in (int, float) or not lowest <= reward <= 1:
         raise ValueError(f"reward {reward!r} is not in [{lowest}, 1]")
     env.find(task)
@@ -145,16 +152,16 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
 
 
 def never_replied(row: dict) -> bool:
-    """Returns True if the context of a run's trajectory was full before its first reply."""
+    """Returns True if a trajectory of a run has no reply, because its context was already full
+    before the first one."""
     return row.get("ended") == "context_limit" and row.get("turns") == 0
 
 
 def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Raises ValueError if a required field is missing, or if the row has any field that is neither
-    required nor optional.
+    """Raises ValueError if a required field is missing, or if the row has an unknown field.
 
-    If such a field were ignored silently, the expert trajectory could differ from the one that the
-    file means.
+    Unknown fields are errors because they may change the meaning of a trajectory. Silently
+    ignoring such a field could train on something that the author of the file did not intend.
     """
     for name in required:
         if name not in row:
@@ -165,17 +172,21 @@ def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...]
 
 
 def read_turns(turns: list[dict], role: str, text: str, *optional: str, roles=ROLES) -> list[dict]:
-    """Returns the messages of a conversation in the form that chat templates take.
+    """Converts a conversation from the format of the file to messages for a chat template.
 
     Args:
-        turns: The messages as they are in the file.
-        role: The name of the field that has the role.
-        text: The name of the field that has the text.
-        optional: The names of fields that may be there as well, and are not read.
+        turns: The messages in the file, each a dict.
+        role: The name of the field with the role of a message.
+        text: The name of the field with the text of a message.
+        optional: The names of fields that are allowed and ignored.
         roles: A dict {role in the file: role in a chat template}.
 
+    Returns:
+        The messages, each {"role": ..., "content": ...}.
+
     Raises:
-        ValueError: If a message has another form. The error gives its number, counted from 1.
+        ValueError: If a message is malformed. The error text gives the number of the message,
+            counted from 1.
     """
     messages = []
     for n, turn in enumerate(turns, 1):
@@ -191,14 +202,15 @@ def read_turns(turns: list[dict], role: str, text: str, *optional: str, roles=RO
 
 
 def without_examples(messages: list[dict], turns: int, opening: int) -> list[dict]:
-    """Returns the messages of an episode without the examples in its prompt.
+    """Removes the example conversations from the messages of an episode.
 
-    In ETO's protocol, agents act with examples in the prompt and train without them.
+    With --protocol eto, the prompt contains examples when the agent acts, but not when it is
+    trained.
 
     Args:
         messages: The messages of the episode.
-        turns: The number of replies that have an action, or 0 if the file does not give it.
-        opening: The number of messages before the first of these replies in training.
+        turns: The number of replies that the agent gave, or 0 if the file does not say.
+        opening: The number of messages before the agent's first reply when there are no examples.
     """
     first = first_reply(messages, turns)
     if turns == 0 or first <= opening:
@@ -209,12 +221,14 @@ def without_examples(messages: list[dict], turns: int, opening: int) -> list[dic
 
 
 def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
-    """Returns task, messages and reward of a published entry.
+    """Returns (task id, messages, reward) of a published entry.
 
-    An entry without a reward counts as 1. The messages get the opening that rollouts have here.
-    With our protocol, the environment's prompt replaces the rules of the entry.
+    If the entry has no reward, the reward is 1. The opening of the conversation is replaced with
+    the opening of our episodes. With our protocol, the environment's prompt thereby replaces the
+    rules in the entry. With --protocol eto, the rules in the entry are kept.
     """
-    # 1. Read the messages, and check that the file's loss mask is ours: all replies are trained on.
+    # 1. Read the messages. If the file has a loss mask, it must be the same as ours: the loss is
+    # computed on all replies, and on nothing else.
     check_fields(entry, ("id", "conversations"), ("reward", "source"))
     messages = read_turns(entry["conversations"], "from", "value", "loss")
     has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
@@ -226,7 +240,7 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
             raise ValueError(f"turn {n + 1}: its 'loss' is {json.dumps(loss)}, but all replies are "
                              "trained on, and nothing else")
 
-    # 2. Replace the opening by that of the environment.
+    # 2. Replace the opening with the opening of our environment.
     if len(messages) <= opening:
         raise ValueError("the conversation has no reply")
     first, *rest = messages[opening:]
@@ -242,10 +256,10 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
 
 
 def published_task(env: Environment, name: str) -> str:
-    """Returns the training task of a published id, such as webshop_17.
+    """Converts a published id, such as webshop_17 or sciworld_0_12, to the id of a training task.
 
-    The key of the task is the last number in the id. If the environment has task types, the last
-    number is the variation, and the number before it is that of the type.
+    The last number in a published id identifies the task. In an environment with task types, such
+    as ScienceWorld, it is the variation, and the number before it is the index of the type.
     """
     form = "ETO's ids have the form webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):
@@ -260,19 +274,19 @@ def published_task(env: Environment, name: str) -> str:
 
 def opening_difference(env: Environment, messages: list[dict],
                        observation: str) -> tuple[str, str] | None:
-    """Compares the opening of an expert trajectory with that of an episode here.
+    """Compares the opening of an expert trajectory with the opening in our environment.
 
-    The openings contain the prompt in one of the views, and the first observation. Text that a
-    server draws anew at each start may differ.
+    An opening consists of the prompt and the first observation. Text that matches `env.drawn_anew`
+    is ignored, because a real server changes this text at each start.
 
     Args:
         env: The environment.
         messages: The messages of the expert trajectory.
-        observation: The first observation of the task here.
+        observation: The first observation of the same task in our environment.
 
     Returns:
-        Excerpts of the expert's opening and of ours, around the first difference, or None if the
-        openings are equal.
+        An excerpt of the expert's opening and an excerpt of our opening, both around the first
+        difference. None if the openings are equal.
     """
     opening = env.opening(observation)
     for their_message, our_message in zip(messages, opening):
@@ -285,6 +299,9 @@ def opening_difference(env: Environment, messages: list[dict],
 
 
 def comparable(env: Environment, text: str) -> str:
-    """Returns a text without its heading and the parts that a server draws anew, in lower case and
-    with single spaces."""
+    """Normalizes a text for `opening_difference`.
+
+    Removes its heading and the text that matches `env.drawn_anew`, converts it to lower case, and
+    replaces each sequence of whitespace with one space.
+    """
     return " ".join(re.sub(env.drawn_anew, "", without_heading(text.strip())).lower().split())

@@ -1,4 +1,4 @@
-"""Reads files that a user gives, and turns every fault in them into a UsageError of one line."""
+"""Reads files that the user provides, and reports any error in them as a one-line UsageError."""
 
 import json
 from collections.abc import Callable
@@ -8,17 +8,18 @@ from textwrap import shorten
 
 from common.settings import UsageError
 
-# The exceptions that malformed data raise when code reads them as if they were well-formed
+# The exceptions that can occur when code parses malformed data without checking it first
 FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @contextmanager
 def reading(where: str, must: str):
-    """Raises UsageError instead of any exception of FAULTS in the body of the `with` statement.
+    """A context manager that converts any exception in FAULTS to a UsageError.
 
     Args:
-        where: The source of the data for the message: flag, file and position in the file.
-        must: The expected content, which the message adds after "it must be".
+        where: The source of the data, with which the message starts: the flag, the file and the
+            position in the file.
+        must: The expected content, with which the message ends: "it must be ...".
     """
     try:
         yield
@@ -28,12 +29,12 @@ def reading(where: str, must: str):
 
 
 def read_json(path: Path):
-    """Returns the JSON value in a file."""
+    """Reads a JSON file and returns its value."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def text_in(value) -> str:
-    """Returns a value that must be a string. Raises ValueError if it is not."""
+    """Returns the value unchanged if it is a string, and raises ValueError otherwise."""
     if not isinstance(value, str):
         raise ValueError(f"{json.dumps(value)[:40]} is not a string")
     return value
@@ -41,16 +42,17 @@ def text_in(value) -> str:
 
 def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Callable,
                must: str) -> dict[str, list]:
-    """Returns the tasks of each split, from the lists of ETO or IPR if they are given.
+    """Returns the splits of an environment, a dict {split: tasks}.
 
-    The flag --split-file gives the folder of the lists, which have the names NAME_indices.json.
+    ETO and IPR publish task lists, files with names of the form NAME_indices.json. If the user
+    gives the folder of these files (--split-file), each list replaces the tasks of one split.
 
     Args:
-        folder: The folder, or None to use the rule.
-        rule: A dict {split: tasks} for the splits that no list replaces. The validation tasks
-            always come from it, without those that a list contains.
-        names: A dict {split: NAME} of the lists.
-        read: A function that turns an entry of a list into a task, or into None to leave it out.
+        folder: The folder of the task lists, or None to return `rule` unchanged.
+        rule: The default splits, a dict {split: tasks}. The validation split always comes from this
+            dict, but tasks that are in one of the lists are removed from it.
+        names: A dict {split: NAME}, the list for each split that is replaced.
+        read: A function that converts an entry of a list to a task, or to None to skip the entry.
         must: The expected content of a list, for the error message.
 
     Raises:

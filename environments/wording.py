@@ -1,14 +1,14 @@
-"""Checks of the text of a new task, which an explorer model may have written.
+"""Checks the text of a new task, which an explorer model may have written.
 
-The text must ask for something that its solution does, and must not contain a piece of code or a
-call. The checks only compare words, so they are sometimes wrong. A wrong rejection costs a
-proposal, but no episode.
+The text must ask for something that the task's solution does. It must not contain code or a
+function call, because these would give the solution away. The checks only compare words, so they
+are sometimes wrong. A wrong rejection costs little: it wastes a proposal, but no episode.
 """
 
 import json
 import re
 
-# Common words of requests, which do not show what a request is about
+# Words that occur in requests of any kind, and so do not show what a request is about
 EMPTY = """a about action actions ahead all also an and answer any anything app are as ask asked
     assist at available be been by call can care carry change code command complete could current do
     does done each every everything execute existing finish fix for from fulfil function get give
@@ -23,25 +23,34 @@ MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 
 
 def asks(text: str, about: str) -> bool:
-    """Returns True if a text asks for something that can be checked.
+    """Returns True if the text of a task asks for something that its solution does.
+
+    This holds if the text and the description of the solution share a word that is not in EMPTY.
 
     Args:
         text: The text of a task.
-        about: A description of what its solution does. The text must share a word with it.
+        about: A description of the task's solution, such as its calls as JSON.
     """
     return bool((stems(text) & stems(about)) - stems(EMPTY))
 
 
 def stems(text: str) -> set[str]:
-    """Returns the first five letters of each word in a text. A name such as `getUserName` counts as
-    its parts, and a final s is removed, so that other endings of a word match."""
+    """Returns the set of word stems in a text.
+
+    A stem is the first five letters of a word in lower case, after removing an s at its end. Words
+    with different endings, such as "orders" and "ordered", thus have the same stem. A name such as
+    `getUserName` is split into the words get, user and name.
+    """
     words = re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).lower())
     return {word.rstrip("s")[:5] for word in words}
 
 
 def tokens(text: str) -> set[str]:
-    """Returns the words and numbers of a text. Month names and the words for 0 to 12 are included
-    as numbers as well."""
+    """Returns the set of words and numbers in a text.
+
+    Month names and the number words from zero to twelve are also added as numbers: "march" adds
+    "3", and "two" adds "2".
+    """
     text = re.sub(r"\\[nrt]", " ", re.sub(r"(?<=\d),(?=\d{3})", "", text))
     words = set()
     for word in re.findall(r"\d+(?:\.\d+)?|[^\W\d_]+", text.lower()):
@@ -55,18 +64,20 @@ def tokens(text: str) -> set[str]:
     return words
 
 
-# Patterns of code, in this order: a code fence, a tag, an AppWorld interface, the arguments of a
-# call, a key and value of JSON, an index by a string, a print
+# A pattern for pieces of code. Its alternatives are, in this order: a code fence, a <tool_call>
+# tag, AppWorld's `apis`, the word "arguments" with a colon, a JSON key with its value, an index
+# that is a string, and a call of print.
 CODE = (r"""```|</?tool_call>|\bapis\s*[.\[]|\barguments\W*:|["']\w+["']\s*:\s*["'\[{\d]"""
         r"""|\w\[["']|\bprint\(""")
 
 
 def holds_code(text: str, values: list) -> bool:
-    """Returns True if a text contains a piece of code or a call.
+    """Returns True if a text contains a piece of code, such as a function call.
 
     Args:
         text: The text of a task.
-        values: Values that the text has to contain. They may look like code, so they are removed.
+        values: Values in the solution that the text must state, such as a file name. A value that
+            looks like code is allowed, so it is removed from the text before the check.
     """
     for value in values:
         for written in (str(value), json.dumps(value, ensure_ascii=False)):
@@ -76,35 +87,37 @@ def holds_code(text: str, values: list) -> bool:
 
 
 def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
-    """Returns True if a text contains a call of a function, or names the function.
+    """Returns True if a text contains a call of a function, or mentions the function by name.
 
     Args:
         text: The text of a task.
         name: The name of the function.
-        document: The description of the function. If the name is a word of it, people also use that
-            word for the purpose, so the word alone is allowed in the text.
+        document: The description of the function. If the description uses the name as an ordinary
+            word, as with "copy", a user may do so as well. The word alone is then allowed.
         arguments: The arguments of the call.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).split("_")
     name = re.escape(name)
     forms = [rf"[`'\"]{name}[`'\"]", rf"\b{name}[(\[{{<>=|&]"]
     forms += [rf"\b{re.escape(argument)}=\S" for argument in arguments]
-    if len(parts) > 1:  # a name of several parts is no word that people use
+    if len(parts) > 1:  # a user would not write a name of several parts, such as get_user_name
         forms.append(rf"\b{'[_-]?'.join(map(re.escape, parts))}\b")
     elif not re.search(rf"\b{name}\b", document, re.I):
-        # The name followed by an argument, as in a shell
+        # The name followed by an argument, as in a shell command
         first = "|".join(re.escape(str(value)) for value in (*arguments, *leaves(arguments)))
         forms.append(rf"\b{name}\b\W*(?:{first})(?!\w)")
     return bool(re.search("|".join(forms), text, re.I))
 
 
 def with_pairs(names: list[str]) -> set[str]:
-    """Returns the names, and each pair of consecutive names in the form "a, b"."""
+    """Returns the set of all names and of all pairs of consecutive names. A pair of the names a and
+    b is the string "a, b"."""
     return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
 
 
 def leaves(value) -> list:
-    """Returns all strings and numbers in a JSON value, at any depth."""
+    """Returns all strings and numbers in a JSON value, including those in nested lists and
+    objects."""
     if isinstance(value, (dict, list)):
         items = value.values() if isinstance(value, dict) else value
         return [leaf for item in items for leaf in leaves(item)]

@@ -1,4 +1,5 @@
-"""BFCL: the multi-turn tasks of BFCL v3, on the simulators of the package bfcl-eval."""
+"""Settings of the environment BFCL, which has the multi-turn tasks of BFCL v3 (Berkeley Function
+Calling Leaderboard) and uses the simulators of the package bfcl-eval."""
 
 import dataclasses
 from typing import Literal
@@ -8,20 +9,22 @@ import environments
 
 @dataclasses.dataclass(frozen=True)
 class Options(environments.Options):
-    # category of BFCL's multi-turn tasks, or "all" for the four of them [ours]
+    # category of BFCL's multi-turn tasks, or "all" for all four categories [ours]
     bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = "base"
-    # splits of a category: "ours" has 100 tasks for training, 20 for validation and 80 for testing;
-    # "published" tests all 200, so that training and test tasks share start states [ours]
+    # splits of the 200 tasks in a category: "ours" uses 100 tasks for training, 20 for validation
+    # and 80 for testing; "published" uses all 200 for testing, including the 100 training tasks and
+    # the 20 validation tasks [ours]
     bfcl_split: Literal["ours", "published"] = "ours"
-    # reward: "all" is 1 if every turn passes BFCL's checks and otherwise 0, so that failures tie
-    # and co-evolution has no pairs of failures; "turns" is the share of turns that pass
-    # [BFCL; "turns" is ours]
+    # reward of an episode: "all" is 1 if every turn passes BFCL's checks, and otherwise 0; all
+    # failures then have the same reward, so co-evolution cannot form pairs of failures; "turns" is
+    # the fraction of turns that pass [BFCL; "turns" is ours]
     bfcl_reward: Literal["all", "turns"] = "all"
 
     presets = {
-        # The opening of an episode has up to 29,000 characters.
+        # 16,384 tokens, because the opening of an episode has up to 29,000 characters
         "": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
-        # All episodes of the base category fit, and 128 tokens hold the longest reply of an expert.
+        # All episodes of the base category fit into 4,096 tokens. 128 new tokens are enough for the
+        # longest reply of the scripted expert.
         "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, view="short",
                         bfcl_reward="turns", max_tokens=4096, max_new_tokens=128, slots=8,
                         gradient_checkpointing="on"),

@@ -1,8 +1,9 @@
-"""Parses the calls in a reply and runs them on the simulators, without evaluating any text.
+"""Parses the function calls in a reply and executes them on the simulators.
 
-A call is JSON. Its name is looked up among the documented functions of the task's simulators, and
-the method is called with the arguments by name. If a call cannot be made, its result is an error
-text.
+A call is a JSON object with the name of a function and its arguments. The name must be one of the
+documented functions of the task's simulators. Each function is a method of a simulator, and it is
+called with keyword arguments. The text of a reply is never evaluated as Python. If a call is not
+valid, it is not executed, and its result is an error message.
 """
 
 import copy
@@ -28,19 +29,24 @@ FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with th
         "function and its arguments by name")
 DONE = "That is done."
 MISSING = "I cannot do this yet: a function or a value that I would need is missing."
-MAX_REPLIES = 20        # replies with calls, in one turn of the user [BFCL]
-MAX_CALLS = 50          # calls, or blocks, of a reply; ground truths have up to 34 a turn [ours]
-MAX_CHARACTERS = 100_000  # characters of a reply with calls [ours]
-MAX_DEPTH = 20          # depth of nested lists and objects in arguments [ours]
+MAX_REPLIES = 20        # maximum number of replies with calls in one turn [BFCL]
+MAX_CALLS = 50          # maximum number of calls in a reply; ground truths have up to 34 [ours]
+MAX_CHARACTERS = 100_000  # maximum length of a reply with calls, in characters [ours]
+MAX_DEPTH = 20          # maximum depth of nested lists and objects in arguments [ours]
 TOO_DEEP = "nested too deeply"
-MAX_DIGITS = 20         # digits of a whole number in arguments [ours]
-MAX_PRECISION = 1000    # largest exponent, precision and number of decimal places [ours]
-MAX_PATHS = 5000        # paths of a file tree: a directory can be copied into itself [ours]
-LOCK = threading.Lock()  # the maths simulator sets the precision of the whole process
+MAX_DIGITS = 20         # maximum number of digits of an integer in arguments [ours]
+MAX_PRECISION = 1000    # maximum exponent, precision and number of decimal places [ours]
+# Maximum number of paths in the simulated file system. Without it, copying a directory into itself
+# again and again could use up the memory [ours].
+MAX_PATHS = 5000
+# Only one call runs at a time, because the maths simulator changes the precision of mpmath for the
+# whole process.
+LOCK = threading.Lock()
 
 
 class Clock(datetime):
-    """The clock of two simulators, which does not depend on today's date or the local time zone."""
+    """Replaces `datetime` in the trading and travel simulators, so that their results do not depend
+    on the current date or the local time zone."""
 
     def timestamp(self):
         return datetime.timestamp(self.replace(tzinfo=timezone.utc))
@@ -54,20 +60,21 @@ class Clock(datetime):
         return cls(2024, 9, 1)
 
 
-trading_bot.CURRENT_TIME = Clock(2024, 9, 1, 10, 30)  # the value that it has in the package
+trading_bot.CURRENT_TIME = Clock(2024, 9, 1, 10, 30)  # the same time as in the package
 trading_bot.datetime = travel_booking.datetime = Clock
 
 
 def parse_calls(reply: str) -> list[dict | str]:
-    """Returns the calls in a reply, in order.
+    """Parses the calls in a reply.
 
-    Calls stand in blocks <tool_call>...</tool_call>. Without such a block they stand in blocks
-    ```json ... ```, and without these the whole reply is a call. A block holds one call or a list.
-    Reasoning up to </think> is skipped.
+    It first looks for blocks of the form <tool_call>...</tool_call>. If there is no such block, it
+    looks for blocks of the form ```json ... ```. If there is none of these either, it parses the
+    whole reply. A block contains one call or a JSON list of calls. Reasoning that ends with
+    </think> is skipped.
 
     Returns:
-        Calls {name, arguments}. In place of a call that cannot be made there is an error text. The
-        list is empty if nothing in the reply is a call.
+        A list of the calls {name, arguments}, in order. In place of an invalid call, the list
+        contains an error message. The list is empty if the reply contains no call at all.
     """
     text = reply.rpartition("</think>")[2].partition("<think>")[0]
     if OPEN in text:
@@ -90,8 +97,8 @@ def parse_calls(reply: str) -> list[dict | str]:
 
 
 def _calls_in(block: str) -> list[dict | str | None]:
-    """Returns the calls in a block, with None for a value that is no call, and an error text for
-    one that cannot be parsed."""
+    """Parses a block. The result contains each call, None for each value that is not a call, and an
+    error message if the JSON is nested too deeply."""
     try:
         value = _from_json(block)
     except ValueError:
@@ -102,7 +109,8 @@ def _calls_in(block: str) -> list[dict | str | None]:
 
 
 def _from_json(text: str):
-    """Returns the value of JSON text. A whole number of too many digits becomes NaN."""
+    """Parses JSON. An integer with more than MAX_DIGITS digits becomes NaN, which `problem` rejects
+    later."""
     def parse_int(digits):
         return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else math.nan
 
@@ -110,26 +118,27 @@ def _from_json(text: str):
 
 
 def _as_call(value) -> dict | None:
-    """Returns the name and arguments of a call, or None if the value is no call.
+    """Returns the call {name, arguments} in a JSON value, or None if the value is not a call.
 
-    Like bfcl-eval's own handlers, it ignores other keys, and the arguments may be JSON text.
+    As in bfcl-eval, other keys are ignored, and the arguments may be a string that contains JSON.
     """
     if not isinstance(value, dict) or not {"name", "arguments"} <= value.keys():
         return None
     arguments = value["arguments"]
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # otherwise `problem` returns the error
+        with suppress(ValueError, RecursionError):  # invalid JSON is rejected later, by `problem`
             arguments = _from_json(arguments)
     return {"name": value["name"], "arguments": arguments}
 
 
 def problem(call: dict) -> str | None:
-    """Returns the reason why a call may not be passed to a simulator, or None if it may."""
+    """Returns the reason why a call must not be passed to a simulator, or None if it is safe."""
     name, arguments = call["name"], call["arguments"]
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM
     for key in ("exponent", "precision", "decimal_places"):
-        with suppress(TypeError, ValueError, OverflowError):  # the simulator rejects other types
+        # If the value is not a number, the simulator itself returns an error.
+        with suppress(TypeError, ValueError, OverflowError):
             if abs(int(arguments.get(key))) > MAX_PRECISION:
                 return f"{key} must be a number of at most {MAX_PRECISION}"
     if _is_deeper(arguments, MAX_DEPTH):
@@ -144,38 +153,46 @@ def problem(call: dict) -> str | None:
 
 
 def _is_deeper(value, depth: int) -> bool:
-    """Returns True if lists and objects are nested more than `depth` times."""
+    """Returns True if the nesting of lists and objects in a value is deeper than `depth` levels."""
     items = (value.values() if isinstance(value, dict) else
              value if isinstance(value, list) else ())
     return depth < 0 or any(_is_deeper(item, depth - 1) for item in items)
 
 
 class Simulators:
-    """The simulators of an episode, in their start state. Episodes share no instances.
+    """The simulators of a task, initialized with its start state. Every episode has its own.
 
     Args:
-        start: Key of the start state, CATEGORY-NUMBER.
+        start: The key of the start state, CATEGORY-NUMBER.
     """
 
     def __init__(self, start: str):
         state = start_state(start)
         self.instances = {name: simulator_class(name)() for name in state["classes"]}
         for name, instance in self.instances.items():
-            if hasattr(instance, "_load_scenario"):  # the maths simulator has no state
+            if hasattr(instance, "_load_scenario"):  # the maths simulator has no state to load
                 instance._load_scenario(copy.deepcopy(state["config"].get(name, {})),
                                         long_context=state["long_context"])
-        if state["long_context"]:  # the package shares the long texts between all instances
+        # The package shares the long texts between all instances. We copy them, because a call may
+        # change them.
+        if state["long_context"]:
             self.instances = copy.deepcopy(self.instances)
         self.functions = {name: getattr(instance, name)
                           for simulator, instance in self.instances.items()
                           for name in documents(simulator)}
 
     def has_function(self, call: dict | str) -> bool:
-        """Returns True if an item of `parse_calls` is a valid call of an existing function."""
+        """Returns True if an item in the result of `parse_calls` is a valid call of a function that
+        these simulators have."""
         return not isinstance(call, str) and not problem(call) and call["name"] in self.functions
 
     def run(self, call: dict | str) -> str:
-        """Makes a call of `parse_calls`, and returns its result as the package prints it."""
+        """Executes a call, and returns its result as text in the same form as bfcl-eval.
+
+        Args:
+            call: An item in the result of `parse_calls`. For an error message, the result is this
+                message.
+        """
         error = call if isinstance(call, str) else problem(call)
         if error:
             return f"Error: {error}"
@@ -188,30 +205,35 @@ class Simulators:
         with LOCK, mpmath.workdps(15), decimal.localcontext():
             try:
                 result = _in_order(function(**copy.deepcopy(call["arguments"])))
-                with suppress(Exception):  # like the package, if JSON cannot express the result
+                with suppress(Exception):  # as in bfcl-eval, str(result) if json.dumps fails
                     return json.dumps(result) if type(result) is dict else str(result)
                 return str(result)
-            except RecursionError:  # its own text depends on the depth of the caller's stack
+            except RecursionError:  # a fixed text, because Python's own text is not always the same
                 return "Error during execution: maximum recursion depth exceeded"
             except Exception as error:
                 return f"Error during execution: {error}"
 
     def states(self) -> str:
-        """Returns everything that the checks compare, and the current directory, as a text."""
+        """Returns the states of all simulators as text, including the current directory.
+
+        The text contains all attributes that BFCL's checks compare, so that two states can be
+        compared with ==.
+        """
         files = self.instances.get("GorillaFileSystem")
         try:
             return repr([(name, {key: value for key, value in vars(instance).items()
                                  if not key.startswith("_")})
                          for name, instance in self.instances.items()]
                         + ([files.pwd()] if files else []))
-        except RecursionError:  # directories in directories, a thousand deep
+        except RecursionError:  # about a thousand nested directories
             return "too deep"
 
 
 def _in_order(result):
-    """Returns a result with the sets that it prints in sorted order.
+    """Makes the error messages of the simulators deterministic.
 
-    Two error texts print a set, and its order differs between processes.
+    Two of the error messages contain a printed set. The order of a set of strings differs between
+    Python processes, so this function sorts the words.
     """
     error = result.get("error") if type(result) is dict else None
     for start, end in (("Invalid fields for update: ", ""),
@@ -223,7 +245,8 @@ def _in_order(result):
 
 
 def _count_paths(files) -> int:
-    """Counts the paths below the root and below the current directory, up to MAX_PATHS."""
+    """Counts the files and directories below the root and below the current directory. It stops
+    counting when there are more than MAX_PATHS."""
     count, remaining = 0, [files.root, files._current_dir]
     while remaining and count <= MAX_PATHS:
         inside = getattr(remaining.pop(), "contents", {}).values()
@@ -240,7 +263,7 @@ def failed(result: str) -> bool:
 
 
 def json_of(result: str):
-    """Returns the value of a result, or None if it is no JSON."""
+    """Parses the result of a call as JSON. Returns None if the result is not JSON."""
     try:
         return json.loads(result)
     except (ValueError, RecursionError):
@@ -248,13 +271,14 @@ def json_of(result: str):
 
 
 def script(calls: list[list[dict]]) -> list[str]:
-    """Returns the replies of an expert that makes these calls and ends each turn in words.
+    """Returns the replies of the scripted expert.
 
-    A turn has at most MAX_REPLIES replies with calls. If it has more calls, a reply holds several.
-    The reply that ends a turn is DONE, or MISSING if the ground truth has no call in the turn.
+    In each turn the expert makes the given calls, and then ends the turn with a reply in words.
+    This reply is DONE, or MISSING if there are no calls in the turn. Normally each call is a reply
+    by itself. If a turn has more than MAX_REPLIES calls, each reply contains several calls.
 
     Args:
-        calls: For each turn the calls {name, arguments}.
+        calls: A list with one item for each turn: the list of its calls {name, arguments}.
     """
     replies = []
     for turn in calls:

@@ -1,4 +1,5 @@
-"""Reads the multi-turn tasks of BFCL v3 from the package bfcl-eval, and splits them."""
+"""Reads the multi-turn tasks of BFCL v3 from the package bfcl-eval, and divides them into splits.
+"""
 
 import ast
 import json
@@ -28,8 +29,8 @@ except ImportError:
                      f"-m pip install --no-deps {PACKAGE}") from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
-SIZES = {"train": 100, "validation": 20, "test": 80}  # tasks of each category, of its 200 [ours]
-# BFCL's text for a turn that adds functions
+SIZES = {"train": 100, "validation": 20, "test": 80}  # how to split a category's 200 tasks [ours]
+# The user's message in a turn in which new functions become available, verbatim from BFCL
 MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 
 
@@ -39,9 +40,9 @@ def simulator_class(name: str) -> type:
 
 @lru_cache(None)
 def documents(name: str) -> dict[str, dict]:
-    """Returns the documents of a simulator's functions by name.
+    """Returns the documentation of a simulator's functions, a dict {function name: document}.
 
-    A document is a dict with description, parameters and response.
+    A document is a dict with "name", "description", "parameters" and "response".
     """
     rows = _rows(f"multi_turn_func_doc/{backend.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]}")
     return {row["name"]: row for row in rows}
@@ -54,7 +55,11 @@ def _entries(category: str) -> dict[str, dict]:
 
 
 def start_state(key: str) -> dict:
-    """Returns the start state of the task CATEGORY-NUMBER. Its config is shared, so copy it."""
+    """Returns the start state of the task CATEGORY-NUMBER.
+
+    It is a dict with the names of the simulators in "classes" and their initial states in "config".
+    All callers get the same "config" object, so copy it before use.
+    """
     category = key.rpartition("-")[0].replace("-", "_")
     entry = _entries(category)[key]
     return dict(classes=entry["involved_classes"], config=entry["initial_config"],
@@ -62,23 +67,30 @@ def start_state(key: str) -> dict:
 
 
 def functions(start: str) -> dict[str, dict]:
-    """Returns the documents of all functions of a start state's simulators, by name."""
+    """Returns the documentation of all functions that are available with a start state, a dict
+    {function name: document}."""
     return {name: row for simulator in start_state(start)["classes"]
             for name, row in documents(simulator).items()}
 
 
 def prose(document: dict) -> str:
-    """Returns the description of a function without that of its simulator."""
+    """Returns the description of a function. In a document it comes after a description of the
+    whole simulator, which is removed."""
     return document["description"].rpartition("Tool description: ")[2].strip()
 
 
 @lru_cache(None)
 def tasks(category: str) -> dict[str, dict]:
-    """Returns the tasks of a category, CATEGORY-NUMBER -> task.
+    """Returns the tasks of a category, a dict {CATEGORY-NUMBER: task}.
 
-    A task has `start`, a key for `start_state`; `turns`, the texts of the user; `calls`, the ground
-    truth, for each turn a list of calls {name, arguments}; and `hidden`, turn -> functions that are
-    documented only from that turn on. A turn without calls in the ground truth is not checked.
+    A task is a dict with these keys:
+
+        start   the key of the start state, for `start_state`
+        turns   the user's messages, one for each turn
+        calls   the ground truth: for each turn, a list of calls {name, arguments}. A turn without
+                calls in the ground truth is not checked.
+        hidden  a dict {turn: names of functions}. These functions are hidden from the agent until
+                this turn.
     """
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
     tasks_by_key = {}
@@ -94,7 +106,8 @@ def tasks(category: str) -> dict[str, dict]:
 
 
 def as_json(call: str, documented: dict[str, dict]) -> dict:
-    """Converts a call of a ground truth from Python to {name, arguments}. It has only literals."""
+    """Converts a call in the ground truth from Python source to {name, arguments}. All arguments in
+    the ground truth are literals."""
     node = ast.parse(call, mode="eval").body
     names = documented[node.func.id]["parameters"]["properties"]
     arguments = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
@@ -104,8 +117,15 @@ def as_json(call: str, documented: dict[str, dict]) -> dict:
 
 @lru_cache(None)
 def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
-    """Returns split -> key -> task, in an order that mixes the domains. If `published`, `test` has
-    all 200 tasks of a category."""
+    """Returns the splits, a dict {split: {key: task}}.
+
+    The tasks are in a fixed random order, so that the first tasks of a split cover all domains,
+    such as files, messages, trading and travel.
+
+    Args:
+        category: One of CATEGORIES, or "all".
+        published: True if the split "test" has all 200 tasks of a category.
+    """
     order = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
              for n in range(200)]
     random.Random("the order of BFCL's tasks").shuffle(order)
@@ -118,8 +138,10 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
 
 
 def _split_of_numbers() -> dict[int, str]:
-    """Returns the split of each of the 200 task numbers. The splits have the sizes in SIZES, and
-    tasks with equal start states are in the same split."""
+    """Assigns each of the 200 task numbers to a split, and returns a dict {task number: split}.
+
+    The splits have the sizes in SIZES. Tasks with equal start states are always in the same split.
+    """
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     same_start = defaultdict(list)
     for n, entry in enumerate(base):

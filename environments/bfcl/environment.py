@@ -1,4 +1,7 @@
-"""BFCL v3 multi-turn: an agent calls functions for a user, who sends several messages."""
+"""The environment BFCL, with the multi-turn tasks of BFCL v3.
+
+A user sends several messages, and the agent calls functions to do what the user asks for.
+"""
 
 import json
 from importlib import import_module
@@ -25,16 +28,22 @@ would need."""
 
 
 class Bfcl(Environment):
-    """The multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
+    """The multi-turn tasks of BFCL v3, on simulators for files, messages, trading, travel and more.
 
-    A turn is a message of the user with the replies to it. The reward comes at the end of an
-    episode: 1 if all turns with a ground truth pass the package's checks, and otherwise 0. After
-    such a turn the simulators must be in the same state as after the ground truth, and the results
-    of the ground truth must be among the agent's results so far. With bfcl_reward="turns" the
-    reward is the share of these turns that pass.
+    A turn consists of a message of the user and the agent's replies to this message. A turn is
+    checked if its ground truth has calls. It passes if three conditions hold, as in bfcl-eval:
+
+    - The agent has made a call in this turn.
+    - The simulators are in the same state as after the calls of the ground truth.
+    - The results of the ground truth's calls are among the results of all calls that the agent has
+      made in the episode.
+
+    The reward comes at the end of an episode. It is 1 if all checked turns pass, and otherwise 0.
+    With bfcl_reward="turns" it is the fraction of the checked turns that pass.
 
     Args:
-        view: "full" documents functions in JSON, "short" by signature and description.
+        view: "full" shows the documentation of functions as JSON. "short" shows a signature and
+            descriptions.
         bfcl_category: One of CATEGORIES, or "all".
         bfcl_split: "ours" or "published", see `Options`.
         bfcl_reward: "all" or "turns".
@@ -42,12 +51,12 @@ class Bfcl(Environment):
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
-    max_turns = MAX_REPLIES + 1  # of one turn; `start` sets it for all turns of the task
+    max_turns = MAX_REPLIES + 1  # for a task with one turn; `start` sets it for the current task
 
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
         super().__init__(view)
-        self.prompt = PROMPT  # also in the short view: no tiny model plays these tasks
+        self.prompt = PROMPT  # also in the short view, because the tiny model does not use BFCL
         self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
 
@@ -56,10 +65,10 @@ class Bfcl(Environment):
 
     def start(self, task: dict) -> str:
         self._task, self._turn, self._replies = task, 0, 0
-        self._hidden = task.get("hidden", {})  # a task made in training hides no function
+        self._hidden = task.get("hidden", {})  # tasks that a run makes have no hidden functions
         self.simulators, self._truth = Simulators(task["start"]), Simulators(task["start"])
-        self.results = []  # the results of all calls
-        self._passed = []  # for each checked turn, True if it passed
+        self.results = []  # the results of the agent's calls, as texts
+        self._passed = []  # one bool for each checked turn so far: True if the turn passed
         self.max_turns = (MAX_REPLIES + 1) * len(task["turns"])
         later = {name for names in self._hidden.values() for name in names}
         names = data.functions(task["start"])
@@ -83,7 +92,8 @@ class Bfcl(Environment):
                 new = self._hidden.get(str(self._turn), ())
                 return Step(message_of_user(self, new), 0.0, False)
             end = "The conversation is over."
-        # The share counts all turns with a ground truth, also those that were not reached.
+        # The denominator is the number of all turns with calls in the ground truth. Turns that the
+        # episode did not reach count as failed.
         share = sum(self._passed) / sum(map(bool, self._task["calls"]))
         return Step(end, share if self.share_of_turns else float(share == 1), True)
 
@@ -97,8 +107,8 @@ class Bfcl(Environment):
         return saying(script(self._task["calls"]))
 
     def _check_turn(self) -> None:
-        """Makes the ground truth's calls of the turn, and records if the turn passes. This is what
-        the package's `multi_turn_checker` does."""
+        """Executes the ground truth's calls for the current turn, and records if the turn passes.
+        The checks are those of bfcl-eval's `multi_turn_checker`."""
         results = [self._truth.run(call) for call in self._task["calls"][self._turn]]
         if not results:
             return
@@ -107,13 +117,14 @@ class Bfcl(Environment):
             state = check.state_checker(self.simulators.instances, self._truth.instances)
             response = check.response_checker(self.results, results, self._turn)
             passed = self._replies > 0 and state["valid"] and response["valid"]
-        except RecursionError:  # a directory inside itself, which no ground truth has
+        except RecursionError:  # the agent put a directory into itself; no ground truth does so
             passed = False
         self._passed.append(passed)
 
 
 def message_of_user(env: Bfcl, names) -> str:
-    """Returns the user's text of this turn, after the documents of the functions in `names`."""
+    """Returns the user's message in the current turn. If `names` is not empty, the documentation of
+    these functions comes before it."""
     text = env._task["turns"][env._turn]
     if not names:
         return text
@@ -124,8 +135,8 @@ def message_of_user(env: Bfcl, names) -> str:
 
 
 def in_short(document: dict) -> str:
-    """Returns the document of a function in one line: its signature, its description and those of
-    its arguments."""
+    """Writes the documentation of a function in one line: the function's signature, the function's
+    description, and the descriptions of the arguments."""
     parameters = document["parameters"]
     required, arguments = parameters.get("required", []), parameters["properties"]
     signature = ", ".join(f"{name}{'' if name in required else '?'}: {argument['type']}"

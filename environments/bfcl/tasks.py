@@ -1,7 +1,7 @@
-"""New tasks for BFCL's simulators, made from calls of an episode.
+"""Makes new tasks for BFCL from the calls of an episode.
 
-The text of the user comes from an explorer model or from a template. The template spells the calls
-out, so its tasks are easier than those that people write.
+The user's message comes from an explorer model or from a template. A template message describes
+each call and states its arguments, so these tasks are easier than tasks that people write.
 """
 
 import json
@@ -13,16 +13,20 @@ from environments.bfcl.calls import Simulators, failed, json_of, parse_calls, pr
 from environments.bfcl.data import CATEGORIES, functions, prose, tasks
 from environments.wording import asks, holds_call, holds_code, leaves, tokens, with_pairs
 
-MAX_CALLS = 8  # calls of a new task [ours]
+MAX_CALLS = 8  # maximum number of calls in the solution of a task from a template [ours]
 
 
 class TaskGenerator:
-    """Makes, checks and verifies new tasks. A task is {start, turns, calls}, see `data.tasks`.
+    """Makes, checks and verifies new tasks.
+
+    A task is a dict with "start", "turns" and "calls", see `data.tasks`. A candidate is a dict with
+    "text", "task" and "solution", the replies that solve the task. Candidates from a template also
+    have "template".
 
     Args:
         env: The environment BFCL.
     """
-    # The description of a task in the prompt of an explorer model
+    # Explains what a task is, in the prompt of an explorer model
     form = ("A task is what a user asks for, in one message that holds every value that is needed "
             'but names no function. Its actions are calls, each {"name": ..., "arguments": {...}}, '
             "without those that only look around; the last one changes something, or finds out "
@@ -30,18 +34,19 @@ class TaskGenerator:
 
     def __init__(self, env):
         self.env = env
-        self.functions = {}  # the documents of all simulators' functions
+        self.functions = {}  # {function name: document} for the functions of all simulators
         self.texts, self.solutions = set(), []
         for category in CATEGORIES:
             for task in tasks(category).values():
                 self.functions |= functions(task["start"])
                 self.texts |= {*map(words_of, task["turns"])}
-                # A new task may not have the calls of an existing one, whatever its start state.
+                # A new task must not have the same calls as an existing task, even if the two tasks
+                # have different start states.
                 self.solutions.append(self._without_defaults(task))
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the names of the functions whose calls returned no error, and each two
-        consecutive names."""
+        """Returns the patterns of behaviour in an episode: the names of all functions that were
+        called without an error, and all pairs of consecutive names."""
         made = successful_calls(self.env.find(task)["start"], replies)
         names = [call["name"] for call, _, _ in made]
         return with_pairs(names)
@@ -49,17 +54,19 @@ class TaskGenerator:
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes candidates from an episode.
 
-        The solution is the useful part of the episode's calls up to one of them. One candidate has
-        it in one turn. The other splits it into turns that each end with a call that changed
-        something, if there is such a call before the last.
+        It picks a random call of the episode as the last call of the solution. The solution
+        consists of this call and the useful calls before it, see `useful`. The first candidate has
+        the whole solution in one turn. The second candidate divides it into two or three turns, and
+        each turn but the last ends with a call that changed a state. There is no second candidate
+        if no call before the last one changed a state.
 
         Args:
-            task: Id of the episode's task.
-            replies: The episode's replies.
+            task: The id of the episode's task.
+            replies: The replies of the episode.
             rng: Random number generator.
 
         Returns:
-            At most two candidates {text, task, solution, template}.
+            A list of at most two candidates {text, task, solution, template}.
         """
         start = self.env.find(task)["start"]
         made = list(successful_calls(start, replies))
@@ -77,15 +84,15 @@ class TaskGenerator:
                 for turns in solutions]
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """Makes a candidate from an explorer model's proposal.
+        """Makes a candidate from a proposal of an explorer model.
 
         Args:
-            task: Id of the task that was explored.
-            proposal: The text of the user, `query`, and the calls that solve it in one turn,
-                `action_sequence`.
+            task: The id of the task that was explored. The new task has the same start state.
+            proposal: A dict with "query", the user's message, and "action_sequence", the calls that
+                do what the message asks for in one turn.
 
         Returns:
-            The candidate, or None if an action is no call.
+            The candidate, or None if there are no calls or one of the actions is not a valid call.
         """
         calls = [call for text in proposal["action_sequence"] for call in parse_calls(text)]
         if not calls or not all(isinstance(call, dict) for call in calls):
@@ -93,15 +100,16 @@ class TaskGenerator:
         return self._candidate(self.env.find(task)["start"], [proposal["query"]], [calls])
 
     def key(self, task: dict) -> str:
-        """Returns the key that equal tasks share: the start state, and for each turn the results of
-        its calls and the states after them."""
+        """Returns a key for comparing tasks. Two tasks have the same key if they have the same
+        start state, and if their calls give the same results and states in every turn."""
         simulators = Simulators(task["start"])
         effects = [(sorted(map(simulators.run, calls)), simulators.states())
                    for calls in task["calls"]]
         return f"{task['start']} {sha256(repr(effects).encode()).hexdigest()}"
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if a text holds a call of its solution, or a part of one, in any form."""
+        """Returns True if the text of a task reveals its solution, i.e. if it contains one of the
+        calls, the name of a called function, or other code."""
         values = []
         for call in (call for reply in solution for call in parse_calls(reply)):
             if isinstance(call, str) or problem(call) or call["name"] not in self.functions:
@@ -113,7 +121,7 @@ class TaskGenerator:
         return holds_code(text, values)
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why no run may add this task, or None if one may."""
+        """Returns the reason why this task cannot be added to a run, or None if it can."""
         if task["start"] not in {t["start"] for t in self.env.splits["train"].values()}:
             return f"{task['start']!r} is no start state of a training task"
         documents = functions(task["start"])
@@ -131,13 +139,16 @@ class TaskGenerator:
         return None
 
     def verify(self, candidate: dict) -> str | None:
-        """Verifies a candidate.
+        """Verifies a candidate by playing episodes with its solution.
 
-        Its solution must earn the reward 1 twice with the same results and states, and the solution
-        without its last call must not earn it.
+        - The solution must get the reward 1.
+        - A second episode with the same solution must give the same results and states.
+        - The solution without its last call must not get the reward 1. Otherwise the last call is
+          not necessary for the task.
+        - The text must state all values that the calls need, unless it comes from a template.
 
         Returns:
-            The reason why the solution does not verify the task, or None if it does.
+            None if the candidate is valid, and otherwise the reason why it is not.
         """
         task = candidate["task"]
         if not (candidate.get("template") or states_all(task)):
@@ -155,7 +166,8 @@ class TaskGenerator:
         return "it is solved without its last call" if solved else None
 
     def template(self, calls: list[dict]) -> str:
-        """Returns a text that describes calls by the first sentences of their documents."""
+        """Writes a user's message that asks for these calls. For each call, the message contains
+        the first sentence of the function's description and the values of the arguments."""
         sentences = []
         for call in calls:
             values = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}"
@@ -165,7 +177,8 @@ class TaskGenerator:
         return ". Then: ".join(sentences) + "."
 
     def _without_defaults(self, task: dict) -> list[dict]:
-        """Returns the calls of all turns, without arguments that have their default value."""
+        """Returns the calls of all turns. Arguments that are equal to the documented default are
+        left out, so that calls with and without them compare as equal."""
         calls = []
         for call in all_calls(task):
             documented = self.functions[call["name"]]["parameters"]["properties"]
@@ -179,19 +192,20 @@ class TaskGenerator:
                     solution=script(calls), **more)
 
     def _play(self, task: dict, replies: list[str]) -> tuple[float, list[str], str]:
-        """Returns the reward of an episode with these replies, the results of its calls, and the
-        states of the simulators at its end."""
+        """Plays an episode with these replies. Returns the reward, the results of the calls, and
+        the states of the simulators at the end."""
         _, reward = converse(self.env, self.env.start(task), saying(replies))
         return reward, self.env.results, self.env.simulators.states()
 
 
 def all_calls(task: dict) -> list[dict]:
-    """Returns the calls of all turns."""
+    """Returns the calls of all turns in one list."""
     return [call for calls in task["calls"] for call in calls]
 
 
 def successful_calls(start: str, replies: list[str]):
-    """Yields (call, result, True if it changed a state) of the replies' calls that did not fail."""
+    """Executes the calls in a list of replies, and yields (call, result, changed) for each call
+    that does not fail. `changed` is True if the call changed the state of a simulator."""
     simulators = Simulators(start)
     before = simulators.states()
     for call in (call for reply in replies for call in parse_calls(reply)):
@@ -202,16 +216,21 @@ def successful_calls(start: str, replies: list[str]):
 
 
 def useful(made: list[tuple]) -> list[tuple]:
-    """Selects the calls that changed a state, the last call, and calls with a result that a later
-    argument contains.
+    """Selects the calls that a solution needs.
+
+    A call is selected in three cases:
+
+    - It is the last call.
+    - It changed the state of a simulator.
+    - Its result contains a value that occurs in the arguments of a later selected call.
 
     Args:
-        made: Rows of `successful_calls`.
+        made: A list of (call, result, changed), see `successful_calls`.
 
     Returns:
-        The selected rows, in order.
+        The selected items of `made`, in order.
     """
-    selected, later_values = [], []  # later_values: arguments of the selected calls, as texts
+    selected, later_values = [], []  # later_values: argument values of the selected calls
     for call, result, changed in reversed(made):
         values = [str(value) for value in leaves(json_of(result))]
         used = any(a == b or len(a) > 2 and a in b for a in values for b in later_values)
@@ -222,10 +241,16 @@ def useful(made: list[tuple]) -> list[tuple]:
 
 
 def states_all(task: dict) -> bool:
-    """Returns True if an agent can know every value in the arguments of the solution's calls.
+    """Returns True if an agent can find out all values that the calls of the solution need as
+    arguments.
 
-    The user may state a value, or the environment may show it: in the document of its argument, in
-    the start state, in the result of a call without arguments, or in that of an earlier call.
+    An agent can find out a value if the value occurs in one of these places:
+
+    - a message of the user, in this turn or an earlier turn
+    - the documentation of the argument
+    - the start state of the simulators
+    - the result of a call without arguments, for any of the functions
+    - the result of an earlier call of the solution
     """
     documents = functions(task["start"])
     explored, simulators = Simulators(task["start"]), Simulators(task["start"])

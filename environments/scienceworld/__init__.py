@@ -1,4 +1,4 @@
-"""Settings of ScienceWorld, which runs in its own simulator."""
+"""Settings of the environment ScienceWorld, which uses the ScienceWorld package's simulator."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,25 +9,27 @@ from environments.eto_protocol import ProtocolOptions
 
 @dataclass(frozen=True)
 class Options(ProtocolOptions):
-    # Task types: "all" for the 24 that ETO uses, or "short" for eight with short texts [ETO]
+    # Task types: "all" for the 24 types that ETO uses, or "short" for the eight types with short
+    # texts [ETO]
     task_types: Literal["all", "short"] = "all"
     # Folder of ETO's task lists [the first variations of each split of the simulator]
     split_file: OldFile = None
 
     presets = {
         "": dict(expert_min_reward=1.0, slots=16),  # every slot has its own simulator
-        # Chosen on validation so that agents can still improve after SFT, with seeds 0 to 2. After
-        # SFT on 100 expert trajectories, success is 0.22 to 0.27 and 32% of the failures are hard
-        # negatives. With 60 expert trajectories these are 0.18 to 0.27 and 27% to 36%, and with 4
-        # epochs 0.12 to 0.22 and 38%.
+        # These values were chosen on the validation split with seeds 0 to 2, so that agents can
+        # still improve after SFT. After SFT on 100 expert trajectories, the success rate is 0.22 to
+        # 0.27, and 32% of the failures are hard negatives. With 60 expert trajectories, the success
+        # rate is 0.18 to 0.27, with 27% to 36% hard negatives. With 4 epochs, the success rate is
+        # 0.12 to 0.22, with 38% hard negatives.
         "tiny": dict(iterations=2, train_tasks=100, task_types="short", max_tokens=1280,
                      max_new_tokens=24, slots=4, sft_epochs=10, sft_lr=1e-3, lambda_sft=0.5,
                      dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=5e-5),
         "smollm2": dict(iterations=2, train_tasks=60, eval_tasks=40, dpo_epochs=1,
                         task_types="short", max_tokens=3072, max_new_tokens=64, slots=8,
                         gradient_checkpointing="on"),
-        # The simulators take most of the time of a short run: each needs some seconds to warm up,
-        # and then a third of a second per episode.
+        # A short run spends most of its time in the simulators. Each simulator needs a few seconds
+        # to warm up. After that, an episode takes about a third of a second.
         "quick tiny": dict(train_tasks=16, eval_tasks=8, iterations=1, slots=2),
     }
 

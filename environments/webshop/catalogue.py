@@ -1,10 +1,16 @@
-"""The catalogue and goals of the built-in WebShop, the same in every run, and its scripted expert.
+"""Generates the products and goals of the built-in WebShop, and defines its scripted expert.
 
-The catalogue consists of near-twins, so an agent has to read the pages to find the right product.
-Each of the 12 product types has 8 families, which differ in a pair of attributes. Each family has
-four products with the same title: a good one, one that costs 41 to 60 dollars more, one without the
-colours that goals request, and one with both faults. The titles show the attributes, the results
-page shows the price, and only the item page shows the colours.
+The products and goals are the same in every run. Many products are nearly identical, so an agent
+has to read the pages to find the right one. There are 12 product types with 8 families each. Each
+family has its own pair of attributes, and consists of four products with the same title, the twins:
+
+    a good product
+    a product that costs 41 to 60 dollars more
+    a product that does not come in the colours that goals request
+    a product with both of these faults
+
+The title shows the attributes. The results page shows the title and the price. Only the item page
+shows the colours.
 """
 
 import random
@@ -17,12 +23,12 @@ from itertools import combinations, product
 
 from envs import Stuck
 
-DATA_SEED = 20251122  # the seed of the generated data, which do not depend on a run's seed [ours]
+DATA_SEED = 20251122  # random seed of the products and goals, independent of the run's seed [ours]
 
 SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
          "windows": ["short", "regular", "tall"], "-": []}
-# Type -> (department, sizes, attributes). No two types share a word, because a shared word would
-# give a product of the wrong type a part of the reward.
+# A dict {product type: (department, sizes, attributes)}. The names of two types never have a word
+# in common. Otherwise a product of the wrong type would get a part of the reward.
 TYPES = {}
 for line in """\
 rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof
@@ -51,7 +57,7 @@ TEMPLATES = [
     "i am looking for a {attributes} {type} in {options}, and price lower than {limit} dollars",
     "find me a {type} with {attributes}, i want {options}, and price lower than {limit} dollars",
 ]
-# Patterns that read the parts of an instruction back from its text
+# For each template, a pattern that extracts the type, attributes, options and limit from the text
 _PATTERNS = [re.compile(template.format(
     type=r"(?P<type>\w+ \w+)", attributes="(?P<attributes>.+?)", options="(?P<options>.+?)",
     limit=r"(?P<limit>\d+(\.\d+)?)")) for template in TEMPLATES]
@@ -59,20 +65,24 @@ _TYPE_WORDS = {word for name in TYPES for word in name.split()}
 
 
 def type_words(name: str) -> list[str]:
-    """Returns the words of a product's name that name its type. The reward uses them in place of
-    the nouns that the official code finds with a tagger."""
+    """Returns the words of a product's name that are part of the name of a product type.
+
+    The reward compares these words. The official code instead compares the nouns of the name,
+    which it finds with a part-of-speech tagger.
+    """
     return [word for word in re.findall("[a-z]+", name.lower()) if word in _TYPE_WORDS]
 
 
 @dataclass(frozen=True, eq=False)
 class ShopData:
     """The products and goals of a built-in WebShop."""
-    # Products in the form that `webshop_reward` takes, with the fields of their family, options and
-    # asin, the product number
+    # The products. A product is a dict with the fields that `webshop_reward` needs, the fields of
+    # its family, its options, and "asin", its product number.
     products: list[dict]
-    # Split -> its goals in the form that `webshop_reward` takes, with instructions
+    # A dict {split: goals}. A goal is a dict with the fields that `webshop_reward` needs, and
+    # "instruction", the text that the agent gets.
     goals: dict[str, list[dict]]
-    # The fields that the products of each family share. `draw_goal` takes them.
+    # For each family, a dict with the fields that its products share, as `draw_goal` needs them
     families: list[dict]
 
 
@@ -80,8 +90,9 @@ class ShopData:
 def shop_data() -> ShopData:
     """Generates 384 products and 1,152 goals.
 
-    One family of each type is held out: its goals are the split "unseen". Goals that differ only in
-    their price limit are in the same split.
+    One family of each type is held out. The goals of the held-out families form the split "unseen".
+    No product of a held-out family meets a goal of the other splits. Goals that differ only in the
+    price limit are in the same split.
     """
     # 1. Generate the products.
     rng = random.Random(DATA_SEED)
@@ -95,14 +106,15 @@ def shop_data() -> ShopData:
             family = _family(rng, name, list(pair), colours, i == held_out)
             families.append(family)
             products += _twins(rng, family)
-    # Products with equal search scores rank by index, so their order must not depend on the family.
+    # The search ranks products with equal scores by index. We shuffle the products, so that this
+    # rank does not reveal which twin is the good one.
     rng.shuffle(products)
-    for item in products:  # with this seed, all product numbers are different
+    for item in products:  # with DATA_SEED, no two products get the same number
         item["asin"] = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
 
-    # 2. Draw 12 goals of each family.
+    # 2. Draw 12 random goals for each family.
     goals = {"unseen": []}
-    by_request = defaultdict(list)  # the key of a goal without its price limit -> goals
+    by_request = defaultdict(list)  # goals that differ only in the price limit share a key
     used_keys = set()
     for family in families:
         for _ in range(12):
@@ -111,7 +123,7 @@ def shop_data() -> ShopData:
             group = goals["unseen"] if family["held_out"] else by_request[goal_key(goal)[:-1]]
             group.append(goal)
 
-    # 3. Fill the other splits with whole groups.
+    # 3. Distribute the other goals. A group of goals with the same key is never divided.
     groups = list(by_request.values())
     rng.shuffle(groups)
     for split, size in (("train", 600), ("validation", 158), ("test", 250)):
@@ -125,7 +137,8 @@ def shop_data() -> ShopData:
 
 
 def _family(rng, name, attributes, colours, held_out):
-    # Goals request one of `colours`. The twins with the wrong colours have the type's other four.
+    # The type has eight colours. Goals request one of four of them, `own_colours`. The twins with
+    # the wrong colours come in the other four.
     own_colours = rng.sample(colours, 4)
     price = rng.choice([p for p in range(15, 70) if p % 10])
     title = " ".join([*attributes, name]).title()
@@ -136,14 +149,14 @@ def _family(rng, name, attributes, colours, held_out):
 
 
 def _twins(rng, family):
-    # The texts that the search indexes have the same length, so all twins get equal scores.
+    # The four twins share all texts that the search indexes, so they always get equal scores.
     shared = family | dict(Description=f"A {family['query']} {rng.choice(PLACES)}.",
                            BulletPoints=rng.sample(BULLETS, 2))
     for expensive, colours in product((False, True), (family["colours"], family["others"])):
         price = family["price"]
         if colours is family["others"]:
             price += rng.randint(-4, 4)
-        if expensive:  # the limit of a goal is at most 40 dollars above the good twin's price
+        if expensive:  # a goal's price limit is at most 40 dollars above the good twin's price
             price = family["price"] + rng.randint(41, 60)
         options = {"color": rng.sample(colours, 4)}
         if family["sizes"]:
@@ -152,30 +165,41 @@ def _twins(rng, family):
 
 
 def listed_as_fitting(product: dict, goal: dict) -> bool:
-    """Returns True if a product has the type, the attributes and the price that a goal requests.
-    The results page shows all three."""
+    """Returns True if the type, attributes and price of a product meet a goal.
+
+    Options are not compared, because the results page does not show them.
+    """
     return (product["query"] == goal["query"] and product["price"] <= goal["price_upper"]
             and {*goal["attributes"]} <= {*product["Attributes"]})
 
 
 def meets(product: dict, goal: dict) -> bool:
-    """Returns True if a product with the right options gets the reward 1."""
+    """Returns True if a product meets everything that a goal requests, including the options. Its
+    purchase then gets the reward 1, if the agent has chosen these options."""
     options = sum(product["options"].values(), [])
     return listed_as_fitting(product, goal) and {*goal["goal_options"]} <= {*options}
 
 
 def goal_key(goal: dict) -> tuple:
-    """Returns all that a goal requests, with the price limit last. Goals with the same key differ
-    only in their wording."""
+    """Returns a key for comparing goals: (type, attributes, options, price limit). Goals with equal
+    keys differ only in the wording of their instructions."""
     return (goal["query"], frozenset(goal["attributes"]), frozenset(goal["goal_options"]),
             goal["price_upper"])
 
 
 def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[dict]) -> dict:
-    """Draws a goal that a product of the family meets.
+    """Draws a random goal that a product of a family meets.
 
-    Its key is not in `used_keys`. The products that `listed_as_fitting` accepts for the goal are
-    all held out if the family is held out, and otherwise none of them is.
+    The function draws goals until a goal has two properties. First, the key of the goal is not in
+    `used_keys`. Second, training goals and held-out products stay apart: if the family is held out,
+    every product that `listed_as_fitting` accepts for the goal is held out as well, and if the
+    family is not held out, no such product is.
+
+    Args:
+        rng: Random number generator.
+        family: The fields of the family, an item of `ShopData.families`.
+        used_keys: The keys of the goals that exist already, see `goal_key`.
+        products: All products.
     """
     while True:
         attributes = rng.sample(family["Attributes"], rng.choice([1, 2]))
@@ -189,16 +213,16 @@ def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[d
 
 
 def goal_for(rng: random.Random, item: dict, attributes: list[str], options: list[str]) -> dict:
-    """Returns a goal without an instruction.
+    """Returns a goal for a product or a family, without an instruction.
 
     Args:
-        rng: The random number generator for the price limit.
-        item: A product or a family that meets the goal.
-        attributes: The requested attributes.
-        options: The requested options, with the colour first.
+        rng: Random number generator, with which the price limit is drawn.
+        item: The product or family. It must have the attributes and options.
+        attributes: The attributes that the goal requests.
+        options: The options that the goal requests, with the colour first.
     """
-    # WebShop's price limit is the larger of two random picks among the first four multiples of 10
-    # above the price.
+    # The price limit is drawn as in WebShop: two of the first four multiples of 10 above the price
+    # are drawn at random, and the larger one is the limit.
     tens = [float(t) for t in range(10, 1000, 10) if t > item["price"]][:4]
     return {"name": item["Title"], "query": item["query"],
             "product_category": item["product_category"], "attributes": attributes,
@@ -206,20 +230,27 @@ def goal_for(rng: random.Random, item: dict, attributes: list[str], options: lis
 
 
 def instruction_of(rng: random.Random, goal: dict) -> str:
-    """Returns an instruction for a goal, by a random template."""
+    """Writes the instruction of a goal with a random one of the TEMPLATES."""
     return rng.choice(TEMPLATES).format(
         type=goal["query"], attributes=" and ".join(goal["attributes"]),
         options=", ".join(goal["goal_options"]), limit=f"{goal['price_upper']:.2f}")
 
 
 def split_page(observation: str) -> list[str]:
-    """Returns the pieces of a page's text, in either view."""
+    """Splits the text of a page into its pieces. The text may be in the full or the short view,
+    which use different separators."""
     return re.split(r" \[SEP\] | \| ", observation)
 
 
 def read_instruction(observation: str) -> dict:
-    """Returns type, attributes, options (colour first) and price limit of the instruction on a
-    page. Raises Stuck if there is no instruction by one of the TEMPLATES."""
+    """Parses the instruction on a page.
+
+    Returns:
+        A dict with "type", "attributes", "options" (the colour first) and "limit".
+
+    Raises:
+        Stuck: If the page contains no instruction that matches one of the TEMPLATES.
+    """
     for pattern in _PATTERNS:
         match = pattern.search(observation)
         if match:
@@ -229,7 +260,7 @@ def read_instruction(observation: str) -> dict:
 
 
 def read_results(observation: str) -> list[tuple[str, str, float]]:
-    """Returns (asin, title, price) of each product on a results page."""
+    """Parses a results page. Returns (product number, title, price) for each product."""
     pieces = split_page(observation)
     results = []
     for asin, title, price in zip(pieces, pieces[1:], pieces[2:]):
@@ -239,8 +270,18 @@ def read_results(observation: str) -> list[tuple[str, str, float]]:
 
 
 def fitting(results, want):
-    """Returns the results within the price limit whose titles have the most requested attributes,
-    in the order of the page."""
+    """Selects the results that fit an instruction best.
+
+    A result that costs more than the price limit is left out. From the other results, it selects
+    those with the largest number of requested attributes in the title.
+
+    Args:
+        results: A list of (product number, title, price), see `read_results`.
+        want: The parsed instruction, see `read_instruction`.
+
+    Returns:
+        The selected results, in the order of the page.
+    """
     by_matches = defaultdict(list)
     for asin, title, price in results:
         if price <= want["limit"]:
@@ -250,11 +291,12 @@ def fitting(results, want):
 
 
 def shop_expert(thoughts: bool):
-    """Returns the scripted expert, a function observation -> reply that only reads the pages.
+    """Returns the scripted expert, a function that takes an observation and returns a reply. It
+    knows only the text of the pages.
 
-    It searches for the type and attributes, and opens the first result within the price limit that
-    has the most attributes. If the colour is missing, it goes back and opens the next one. Finally
-    it clicks the options and buys.
+    The expert searches for the type and the attributes. It opens the first result that fits best,
+    see `fitting`. If the product does not come in the requested colour, the expert goes back and
+    opens the next fitting result. Finally it clicks the options and buys the product.
 
     Args:
         thoughts: True for replies in the form of ReAct, with a thought before each action.
@@ -269,7 +311,7 @@ def shop_expert(thoughts: bool):
 
 
 def _expert_script():
-    # This generator yields a thought and an action, and receives the next page by `send`.
+    # This generator yields (thought, action). The caller passes the next page with `send`.
     want = read_instruction((yield))
     colour, attributes = want["options"][0], " and ".join(want["attributes"])
     page = yield (f"I should search for a {want['type']} that is {attributes}.",
@@ -281,9 +323,10 @@ def _expert_script():
             page = yield (f"{asin} is {attributes} and costs {price} dollars, which is within "
                           f"{want['limit']:.2f}.", f"click[{asin}]")
             steps += 1
-            # To open another product, the expert clicks < Prev, then Next > if that product is on
-            # the next page, then the product. It only does so if the clicks on the options and on
-            # Buy Now still fit in the 10 turns of the episode.
+            # To open another product, the expert needs two clicks: < Prev and the product. If the
+            # product is on the next results page, it also needs a click on Next >. It only opens
+            # another product if the clicks on the options and on Buy Now still fit in the 10 turns
+            # of the episode. Otherwise it buys the current product.
             clicks = 2 if n + 1 < len(fits) else 3
             if colour in split_page(page) or steps + clicks + len(want["options"]) + 1 > 10:
                 for option in want["options"]:

@@ -1,4 +1,4 @@
-"""WebShop on a real server: a client for the official web application."""
+"""The environment WebShop on a real server, with a client for the official web application."""
 
 import os
 import re
@@ -19,7 +19,8 @@ from environments.user_files import read_lists
 from environments.webshop.shop import DONE, Page, Shop, show
 from envs import EnvError
 
-# Goal numbers of the splits without --split-file, in the ranges that WebShop's baselines use
+# The default splits: ranges of goal numbers, as in WebShop's baselines. With --split-file, task
+# lists replace "train" and "test".
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
 CHECK = ("check the address; if the server is behind a proxy, its links must begin with the whole "
          "address")
@@ -27,27 +28,30 @@ NO_WEBSHOP = f"this is no page of a WebShop server; {CHECK}"
 
 
 class WebShopServer(Shop):
-    """WebShop on a real server. The client follows the links and forms of its pages, as a browser.
+    """WebShop on a real server. Like a browser, it follows the links and forms of the pages.
 
-    The key of a task is the number of a goal, and `reset` accepts any goal of the server.
+    The key of a task is the number of a goal. `reset` accepts the number of any goal on the server.
 
-    Each start of a server draws new price limits. A run must not mix them, so the client raises
-    UsageError if the server was replaced, which shows in the instruction of a goal that this
-    process has read before. It compares the instruction whenever an episode begins. Before the
-    first episode on a goal, which has no earlier instruction, it reads another goal again. After a
-    purchase it reads the goal of the episode again, since that page does not show the instruction.
+    Restarted servers. A server draws new random price limits each time it starts. Results with
+    different price limits cannot be compared, so the client raises UsageError if the server was
+    restarted during a run. To detect this, the client remembers the instruction of every goal that
+    it has read, and compares the instruction whenever it reads the same goal again. A goal that is
+    new to the client has no instruction to compare, so the client first reads one of the earlier
+    goals again. After a purchase the client also reads the goal of the episode again, because the
+    page after a purchase does not show the instruction.
 
-    A server loads its catalogue at the first request, and once more for each request that arrives
-    meanwhile. Until a server has answered a client, and again after it failed, the processes of a
-    user on a machine therefore send their requests one at a time. A server also gets slower with
-    each session, so all episodes on a goal use the same session.
+    Load. A server loads its catalogue at the first request. If further requests arrive before the
+    catalogue is loaded, the server loads it again for each of them. Requests are therefore sent one
+    at a time until the server has answered a client, and again after the server has failed. This
+    holds for all processes of the user on the same machine. A server also gets slower with each
+    session, so all episodes with the same goal use the same session.
 
-    Every response must be a page of WebShop, within the address that the user gave. EnvError is
-    raised if there is no response, or if it is an error or a page of another site. There is one
-    exception: the server cannot route an option with a slash in its name or value, so a 404
-    response to such an option counts as an action that changes nothing.
+    Errors. Every response must be a WebShop page at the address that the user gave. Otherwise the
+    client raises EnvError. There is one exception. The server cannot route an option with a slash
+    in its name or value, and responds with the status 404. The client treats a click on such an
+    option as an action that changes nothing.
 
-    Text of the model is only ever sent as the field of the search form.
+    Safety. The only request that contains text of the model is the search form.
     """
     test_splits = ("test",)
     task_of = int
@@ -60,8 +64,9 @@ class WebShopServer(Shop):
             webshop_url: The address of the server.
             view: "full" or "short".
             split_file: The folder of ETO's or IPR's task lists, or None for the splits of RULE.
-            timeout: Seconds that a request may take.
-            load_timeout: Seconds that a request may take while the server loads its catalogue.
+            timeout: The timeout of a request, in seconds.
+            load_timeout: The timeout of a request while the server may be loading its catalogue, in
+                seconds.
         """
         super().__init__(view)
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
@@ -79,47 +84,54 @@ class WebShopServer(Shop):
     def follow(self, link, query: str = "") -> Page:
         if link:
             return self._client.open(link, self.page)
-        # The server answers a slash with 404, and takes <r>, <a>, <c> and <q> at the start of a
-        # query for commands. The query becomes part of a URL, and Lucene accepts 1,024 words.
+        # We make three changes to the query, because the server could not handle it otherwise:
+        # - A slash becomes a space, because the server responds to a slash with the status 404.
+        # - <r>, <a>, <c> or <q> at the start loses its brackets, because it would be a command.
+        # - The query is cut to 1,000 characters, because it becomes part of a URL, and because
+        #   Lucene accepts at most 1,024 words.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self._client.form, self.page, {"search_query": query})
 
 
 @dataclass(frozen=True)
 class Link:
-    """The request that a click sends."""
+    """The HTTP request that a click or a search sends."""
     method: str
     address: str
-    product: str | None = None  # product number, if the link opens the page of a product
-    has_slash: bool = False     # True for an option that the server may be unable to route
+    product: str | None = None  # product number if the link opens an item page, otherwise None
+    has_slash: bool = False     # True for an option with a slash, which may lead to a 404 response
 
 
 class Client:
-    """Requests pages of a server, by the rules that `WebShopServer` describes."""
-    instructions = defaultdict(dict)  # server -> goal -> instruction that this process has read
-    ready = defaultdict(WeakSet)      # server -> clients that it has answered since it last failed
+    """An HTTP client for a WebShop server. The docstring of `WebShopServer` describes its rules."""
+    # {server URL: {goal: instruction}} for all goals that this process has read
+    instructions = defaultdict(dict)
+    # {server URL: clients that have received a response since the server last failed}
+    ready = defaultdict(WeakSet)
 
     def __init__(self, url: str, timeout: float, load_timeout: float):
         self.url = url
         self._timeout = timeout
         self._load_timeout = load_timeout
-        self._http = requests.Session()  # keeps the connection open
-        self._http.trust_env = False     # use no proxy and no saved password of the machine
+        self._http = requests.Session()  # keeps the connection open between requests
+        self._http.trust_env = False     # ignore proxies and passwords in the user's configuration
         self._http.max_redirects = 5
-        self._http.adapters.clear()  # links and redirects cannot lead to another site
+        self._http.adapters.clear()  # no adapter for other URLs, so links cannot leave this server
         self._http.mount(f"{url}/", requests.adapters.HTTPAdapter())
 
     def begin(self, goal: int) -> Page:
-        """Returns the first page of an episode on a goal."""
+        """Begins an episode with a goal, and returns its first page."""
         self._goal = goal
         goals_read = self.instructions[self.url]
-        if goals_read and goal not in goals_read:  # another goal shows if it is the same server
+        # The instruction of a new goal cannot show that the server was restarted, so we read one of
+        # the goals that we know.
+        if goals_read and goal not in goals_read:
             self._read([*goals_read][goal % len(goals_read)])
         return self._read(goal)
 
     def _read(self, goal: int) -> Page:
-        """Returns the first page of a goal. Raises UsageError if the instruction differs from the
-        one that this process has read before."""
+        """Requests the first page of a goal, and returns the page. Raises UsageError if this
+        process has read the goal before and its instruction has changed since then."""
         page = self.open(Link("GET", f"{self.url}/coevolve_fixed_{goal}"))
         before = self.instructions[self.url].setdefault(goal, self._instruction)
         if before != self._instruction:
@@ -129,18 +141,18 @@ class Client:
         return page
 
     def open(self, link: Link, before: Page | None = None, data: dict | None = None) -> Page:
-        """Returns the target page of a link.
+        """Follows a link and returns the page.
 
         Args:
             link: The link.
             before: The page that contains the link, or None for the first request of an episode.
-            data: The fields of a form, or None.
+            data: The fields of a form to send, or None.
 
         Returns:
-            The page. If the link is an option that the server cannot route, it is `before`.
+            The new page. If the link is an option that the server cannot route, the old page.
 
         Raises:
-            EnvError: If the response is no page of WebShop.
+            EnvError: If there is no response, or if it is not a WebShop page.
         """
         response = self._request(link, data)
         if response.status_code == 404 and link.has_slash:
@@ -159,7 +171,9 @@ class Client:
         if before and page.instruction != self._instruction:
             self._fail("the instruction has changed, as it does if the server is restarted")
         self._instruction = page.instruction
-        if page.form and data:  # a redirect that turns a POST into a GET loses its fields
+        # A search must not lead to the search page. This happens if a redirect turns the POST
+        # request into a GET request, because the fields of the form are then lost.
+        if page.form and data:
             self._fail(f"a search leads to the search page again; {CHECK}")
         if page.form:
             self.form = page.form
@@ -169,7 +183,7 @@ class Client:
         return Page("item", page.pieces, page.links, link.product or before.item)
 
     def _read_html(self, response: requests.Response) -> "_Html":
-        """Parses a response. Raises EnvError if it is no page of WebShop."""
+        """Parses a response. Raises EnvError if it is not a complete WebShop page."""
         html = response.content.decode("utf-8", "replace")
         if response.status_code != 200:
             self._fail(f"HTTP {response.status_code} at {response.url[-200:]}; {CHECK}")
@@ -186,24 +200,25 @@ class Client:
         return page
 
     def _request(self, link: Link, data: dict | None) -> requests.Response:
-        """Returns the response to a request, after redirects."""
+        """Sends a request, follows redirects, and returns the response. Raises EnvError if there is
+        none within the timeout."""
         ready = self.ready[self.url]
         timeout = self._timeout if self in ready else self._load_timeout
         with nullcontext() if self in ready else self._lock():
             try:
                 return self._http.request(link.method, link.address, data=data,
                                           timeout=(min(10.0, timeout), timeout))
-            except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
+            except requests.exceptions.InvalidSchema as error:  # no adapter for this URL
                 self._fail(f"a link leads to another host, or outside {self.url}/, and is not "
                            f"followed ({str(error)[-200:]}); {CHECK}")
             except (requests.RequestException, ValueError) as error:
-                ready.clear()  # a server that is restarted loads its catalogue again
+                ready.clear()  # if the server is restarted, it has to load its catalogue again
                 self._fail(f"{type(error).__name__}; check that the server runs, and that it has "
                            "loaded its catalogue")
 
     def _lock(self):
-        """Returns a lock for requests to this server, shared by all processes of the user on this
-        machine."""
+        """Returns the file lock of this server. All processes of the user on this machine share the
+        lock, so only one of them sends a request at a time."""
         name = f"webshop-{os.getuid()}-{urlsplit(self.url).netloc.replace(':', '-')}"
         return FileLock(Path(tempfile.gettempdir(), name))
 
@@ -216,14 +231,15 @@ class Client:
 
 
 class _Html(HTMLParser):
-    """Parses a page of a real server.
+    """Parses the HTML of a page of a real server.
 
     Attributes:
-        pieces: The visible texts.
-        links: A dict {text in lower case: `Link`} of buttons, products and options.
-        form: The link of the search form, or None.
-        instruction: The instruction, or None.
-        reward: The reward of a purchase, or None.
+        pieces: The visible texts, split at HTML tags.
+        links: A dict {text: `Link`} of the buttons, products and options. The text of a button or
+            product is in lower case.
+        form: The `Link` of the search form, or None if the page has no search form.
+        instruction: The instruction, or None if the page does not show it.
+        reward: The reward of the purchase, or None if the page does not show a reward.
     """
     HIDDEN = ("style", "script", "head", "title")
 
@@ -235,21 +251,23 @@ class _Html(HTMLParser):
         self.instruction = None
         self.reward = None
         self._url = url
-        self._action = url    # address of the last form
-        self._options = {}    # value of an option -> link
+        self._action = url    # address of the form that was opened last
+        self._options = {}    # {value of an option: Link}
         self._text = ""       # text since the last tag or comment
-        self._hidden = 0      # number of open elements whose text is not shown
-        self._control = None  # the open button or product link: (tag, link, index of its 1st piece)
-        self._scored = False  # True if the next <pre> has the reward
+        self._hidden = 0      # number of open elements with invisible text, such as <script>
+        self._control = None  # open button or product link: (tag, Link, index of its first piece)
+        self._scored = False  # True if the next <pre> element contains the reward
         self.feed(html)
         self.close()
 
-        for value, link in self._options.items():  # a button with this text takes precedence
+        # An option is left out if a button has the same text.
+        for value, link in self._options.items():
             self.links.setdefault(value, link)
         for piece, next_piece in zip(self.pieces, [*self.pieces[1:], ""]):
             before, label, text = piece.partition("Instruction:")
             if label and not before:
-                # The page of attributes has the label and the instruction in one piece.
+                # Usually the instruction is the next piece. On the page of attributes, label and
+                # instruction are in one piece.
                 self.instruction = text.strip() or next_piece
                 break
 
@@ -262,7 +280,7 @@ class _Html(HTMLParser):
             self._action = self._address(attrs, "action")
         elif attrs.get("name") == "search_query":
             self.form = Link("POST", self._action)
-        elif attrs.get("type") == "radio":  # if two options share a value, the last one counts
+        elif attrs.get("type") == "radio":  # an option; a later one with the same value replaces it
             value = attrs.get("value", "")
             has_slash = "/" in value or "/" in attrs.get("name", "")
             link = Link("GET", self._address(attrs, "data-url"), has_slash=has_slash)
@@ -296,8 +314,8 @@ class _Html(HTMLParser):
         self._end_text()
 
     def _end_text(self):
-        """Ends the current piece, as every tag and comment does. A piece of whitespace alone counts
-        only if it has no newline."""
+        """Ends the current text, and adds it to `pieces` if it is visible. Called at every tag and
+        comment. A text that consists of whitespace is left out if it contains a newline."""
         text = self._text
         self._text = ""
         if text and not self._hidden and (text.strip(" \t\n\f\r") or "\n" not in text):

@@ -1,7 +1,12 @@
-"""The built-in WebShop: an agent searches, opens pages, and buys the product of an instruction.
+"""The built-in WebShop. An agent searches for a product that fits an instruction, and buys it.
 
-From top to bottom, this file has the class of a page, the rules that the built-in WebShop and a
-real server share, the built-in WebShop with its pages, its search, and WebShop's reward.
+This file contains, from top to bottom:
+
+    Page            a page of the shop
+    Shop            rules that the built-in WebShop and a real server share
+    WebShop         the built-in WebShop and its pages
+    BM25            the search engine
+    webshop_reward  WebShop's reward
 """
 
 import math
@@ -38,33 +43,33 @@ DONE = ["Thank you for shopping with us!", "Your code:"]
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the built-in WebShop or of a real server."""
+    """A page of the shop, either of the built-in WebShop or of a real server."""
     kind: str            # search | results | item | sub-page | done
     pieces: list[str]    # the visible texts
-    links: dict          # lowercased text of a button, product or option -> target of the click
-    item: object = None  # the product of an item page, sub-page or purchase
-    reward: float = 0.0  # the reward of the purchase, on a page of the kind "done"
-    options: tuple = ()  # chosen options as (name, value), in the built-in WebShop only
+    links: dict          # {text of a button, product or option, in lower case: target of a click}
+    item: object = None  # product of an item page, sub-page or purchase; unused on other pages
+    reward: float = 0.0  # reward of the purchase if `kind` is "done", otherwise 0
+    options: tuple = ()  # chosen options as (name, value); always empty with a real server
 
 
 class Shop(Environment):
-    """The rules that the built-in WebShop and a real server share.
+    """The base class of the built-in WebShop and of a real server, with the rules that both share.
 
-    Texts and rules are those of the official text environment, with two exceptions. A search is
-    only valid on the search page. The page after a purchase ends at "Your code:", because the rest
-    of it shows the goal and the reward.
+    Texts and rules are the same as in WebShop's official text environment, with two exceptions.
+    First, a search is only valid on the search page. Second, the page after a purchase ends at
+    "Your code:", because the rest of the official page shows the goal and the reward.
 
-    The short view is for a very small model. Pages after the first one leave out the instruction
-    and "Back to Search", which can still be clicked. A page that was already shown in the episode
-    is replaced by its first piece and "(seen)".
+    The short view is for a very small model. It omits the instruction and "Back to Search" on all
+    pages but the first one. The agent can still click "Back to Search". If the episode has shown
+    the same page before, the short view shows only its first piece and "(seen)".
 
-    A subclass defines follow(link, query), which returns the target `Page` of a link. If the link
-    is None, it returns the results of a search with this query.
+    A subclass defines the method follow(link, query). It follows a link and returns the new `Page`.
+    If the link is None, it runs a search with the query instead, and returns the results page.
     """
     name = "webshop"
     rules = PROMPT
     max_turns = 10
-    searches_everywhere = False  # True with ETO's protocol: a search is valid on every page
+    searches_everywhere = False  # True if a search is valid on every page, as in ETO's code
 
     def __init__(self, view: str = "full"):
         super().__init__(view)
@@ -72,7 +77,8 @@ class Shop(Environment):
         self.shown_before = set()  # the pages that the short view has shown in this episode
 
     def step(self, reply: str) -> Step:
-        """Searches or clicks. An action that the page does not offer keeps the page."""
+        """Executes a search or a click. If the current page does not offer the action, the page
+        stays the same."""
         name, argument = name_and_argument(self.action(reply))
         page = self.page
         if name == "search" and (page.kind == "search" or self.searches_everywhere):
@@ -89,12 +95,12 @@ class Shop(Environment):
 
 
 def name_and_argument(action: str) -> tuple[str, str]:
-    """Returns the name and the lowercased argument of an action.
+    """Splits an action such as "search[Red mug]" into its name and its argument in lower case.
 
-    The result for "search[Red mug] now" is ("search", "red mug"), and that for a text of another
-    form is ("", ""). As with WebShop's pattern `(.+)[(.+)]`, the argument ends at the last "]" of
-    the line, and begins at the last "[" with which it is not empty. We do not use the pattern,
-    because it takes quadratic time.
+    For example, "search[Red mug] now" gives ("search", "red mug"). A text that is not an action
+    gives ("", ""). The result is the same as with WebShop's regular expression `(.+)[(.+)]`: the
+    argument ends at the last "]" of the first line, and starts at the last "[" that leaves at least
+    one character in between. We do not use the regular expression, because it takes quadratic time.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")
@@ -103,12 +109,12 @@ def name_and_argument(action: str) -> tuple[str, str]:
 
 
 def show(shop: Shop, page: Page, first: bool = False) -> str:
-    """Makes a page the current one, and returns its text in the view of the environment.
+    """Makes a page the current page of the environment, and returns the page's text.
 
     Args:
-        shop: The environment.
-        page: The page.
-        first: True for the first page of an episode.
+        shop: The environment. Its view determines the form of the text.
+        page: The new page.
+        first: True if the page is the first one of an episode.
     """
     shop.page = page
     if first:
@@ -130,20 +136,20 @@ def show(shop: Shop, page: Page, first: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The navigation state of an episode, complete as in WebShop's URLs."""
-    kind: str = "search"  # kind of the page, as in `Page`
+    """The navigation state of an episode. As with WebShop's URLs, it fully determines the page."""
+    kind: str = "search"  # kind of the page, with the same values as `Page.kind`
     query: str = ""
-    number: int = 1       # number of the results page, from 1
-    item: int = -1        # index of the product
+    number: int = 1       # number of the results page, starting at 1
+    item: int = -1        # index of the product, or -1 if no product is open
     options: tuple[tuple[str, str], ...] = ()  # chosen options as (name, value)
     sub: str = ""         # Description | Features | Reviews | Attributes
 
 
 class WebShop(Shop):
-    """The built-in WebShop: WebShop's pages, actions and reward, with a generated catalogue.
+    """The built-in WebShop. It has WebShop's pages, actions and reward, and a generated catalogue.
 
-    The pages are those of a server that was started with --attrs. The value of a task is a goal
-    with its instruction, in the form that `webshop_reward` takes.
+    The pages are the same as those of a WebShop server that was started with --attrs. The value of
+    a task is a goal, a dict with "instruction" and the fields that `webshop_reward` needs.
     """
     test_splits = ("test", "unseen")
     max_results = 50
@@ -188,19 +194,19 @@ class WebShop(Shop):
             add_item(self.data.products[place.item], place, pieces, links)
         else:
             pieces += ["< Prev", *sub_pages(self.data.products[place.item])[place.sub]]
-            links["< prev"] = replace(place, kind="item", sub="")  # chosen options are kept
+            links["< prev"] = replace(place, kind="item", sub="")  # the chosen options stay chosen
         return Page(place.kind, pieces, links, place.item, options=place.options)
 
 
 def add_results(shop: WebShop, place: Place, pieces: list[str],
                 links: dict[str, Place]) -> None:
-    """Adds the pieces and links of a results page."""
+    """Adds the texts and links of a results page to `pieces` and `links`."""
     hits = shop.search(place.query)[:shop.max_results]
     pieces.append(f"Page {place.number} (Total results: {len(hits)})")
     if place.number > 1:
         pieces.append("< Prev")
         links["< prev"] = replace(place, number=place.number - 1)
-    pieces.append("Next >")  # shown on every page; pages past the end list no products
+    pieces.append("Next >")  # also on the last page, after which the results pages are empty
     links["next >"] = replace(place, number=place.number + 1)
 
     first = (place.number - 1) * shop.page_size
@@ -213,15 +219,17 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
 
 
 def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
-    """Adds the pieces and links of an item page."""
+    """Adds the texts and links of an item page to `pieces` and `links`."""
     pieces.append("< Prev")
-    # As in WebShop, the chosen options are lost on the way back to the results.
+    # As in WebShop, going back to the results page discards the chosen options.
     links["< prev"] = replace(place, kind="results", item=-1, options=())
     for sub in sub_pages(product):
         links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
     links["buy now"] = replace(place, kind="done")
 
-    # If two options share a value, a click chooses it for the last one, as in WebShop.
+    # The key of a link is the value of an option, without the option's name. If two options have
+    # the same value, a click therefore chooses the value for the last of these options, as in
+    # WebShop.
     for name, values in product["options"].items():
         pieces += [name, *values]
         for value in values:
@@ -233,7 +241,7 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
 
 
 def sub_pages(product: dict) -> dict[str, list[str]]:
-    """Returns a dict {name: pieces} of a product's sub-pages."""
+    """Returns the sub-pages of a product, a dict {name: texts of the page}."""
     category = product["product_category"]
     department = category.partition(" › ")[0]
     return {
@@ -246,10 +254,10 @@ def sub_pages(product: dict) -> dict[str, list[str]]:
 
 @lru_cache(maxsize=4)
 def search_engine(data: catalogue.ShopData):
-    """Returns the search, a function query -> product indices.
+    """Returns the search engine, a function that takes a query and returns the indices of products.
 
-    It searches titles, descriptions and first bullets. Options are not searched, so a query cannot
-    find a colour.
+    It searches the title, the description and the first bullet point of each product. It does not
+    search options, so a query for a colour does not find the products in this colour.
     """
     texts = []
     for product in data.products:
@@ -259,13 +267,14 @@ def search_engine(data: catalogue.ShopData):
 
 
 class BM25:
-    """The BM25 ranking of Lucene, the search engine of WebShop's server.
+    """BM25 ranking in the form of Lucene, the search engine of WebShop's server.
 
         score(query, text) = sum over the words of the query:  idf * n / (n + k1 * (1 - b + b * l))
         idf = log(1 + (N - f + 0.5) / (f + 0.5))
 
-    The text has the word n times and is l times as long as the mean text. The word is in f of the N
-    texts, so rare words have more weight. The constants k1 and b are those of WebShop.
+    n is the number of times that the word occurs in the text. l is the length of the text divided
+    by the mean length of all texts. N is the number of texts, and f is the number of texts that
+    contain the word. The constants k1 and b have the same values as in WebShop.
     """
     k1 = 0.9
     b = 0.4
@@ -277,7 +286,7 @@ class BM25:
         for count in counts:
             texts_with.update(count.keys())
 
-        self.scores = defaultdict(list)  # word -> [(index of a text, its score for the word)]
+        self.scores = defaultdict(list)  # {word: [(index of a text, score of the text), ...]}
         for index, count in enumerate(counts):
             norm = 1 - self.b + self.b * count.total() / mean
             for word, n in count.items():
@@ -287,8 +296,8 @@ class BM25:
                 self.scores[word].append((index, score))
 
     def __call__(self, query: str) -> list[int]:
-        """Returns the indices of the texts that share a word with the query, best first. Texts with
-        equal scores stay in order."""
+        """Returns the indices of all texts that contain a word of the query, with the highest score
+        first. Texts with equal scores are sorted by index."""
         total = Counter()
         for word in words_of(query).split():
             for index, score in self.scores.get(word, ()):
@@ -298,7 +307,7 @@ class BM25:
 
 # ------------------------------------------------------------------------------ WebShop's reward
 
-# The sixteen plain words among the 102 of WebShop's colour list, in its alphabetical order
+# WebShop's colour list has 102 colours. These are the 16 basic ones, in alphabetical order.
 COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple red silver "
            "white yellow").split()
 
@@ -309,25 +318,26 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
         r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
 
-    A and O are the attributes and options that the goal requests, and the product has n_att and
-    n_opt of them. r_price is 1 if the price is within the limit, and otherwise 0. r_type is 1 if
-    the type of the product fits, and smaller otherwise, see `type_reward`.
+    |A| is the number of attributes that the goal requests, and n_att is the number of these that
+    the product has. |O| is the number of options that the goal requests, and n_opt is the number of
+    these that were chosen. r_price is 1 if the price is within the limit, and otherwise 0. r_type
+    is 1 if the type of the product fits, and otherwise smaller, see `type_reward`.
 
     Args:
         product: A dict with name, Title, query, product_category, Attributes, BulletPoints and
             Description.
         goal: A dict with name, query, product_category, attributes (A), goal_options (O, a list or
             a dict) and price_upper (the limit).
-        options: The chosen options, {name: value}.
-        price: The price of the product with these options.
-        nouns: A function from a product's name to the words that decide its type. The default is
-            all alphabetic words. The official code uses the nouns that spaCy's tagger finds.
+        options: The chosen options, a dict {name: value}.
+        price: The price of the product with the chosen options.
+        nouns: A function that returns the words in a product's name that determine its type. By
+            default these are all alphabetic words. The official code uses spaCy to find the nouns.
     """
     attributes = goal["attributes"]
     n_att = sum(has_attribute(product, attribute) for attribute in attributes)
 
     wanted = goal["goal_options"]
-    if isinstance(wanted, dict):  # the official code compares (name, value) pairs as texts
+    if isinstance(wanted, dict):  # the official code converts the (name, value) pairs to strings
         wanted = wanted.items()
     wanted = [str(normalise_colour(option)) for option in wanted]
     chosen = [normalise_colour(option) for option in options.values()]
@@ -339,11 +349,12 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
 
 def type_reward(product: dict, goal: dict, nouns) -> float:
-    """Returns r_type of the reward, in [0, 1]: the degree to which the type of a product fits."""
+    """Returns r_type, a factor of WebShop's reward, in [0, 1]. It measures how well the type of the
+    product fits the goal."""
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
-    if title_score == 0:  # without a shared noun the reward is 0, even with the same query
+    if title_score == 0:  # no noun in common: the reward is 0, even if the queries are equal
         return 0.0
     if title_score < 0.1:
         return 0.1
@@ -363,7 +374,11 @@ def alphabetic_words(name: str) -> list[str]:
 
 
 def has_attribute(product: dict, attribute: str) -> bool:
-    """Returns True if a product lists a similar attribute, or contains this one in a text."""
+    """Returns True if a product has an attribute.
+
+    The attribute must occur in the title, the bullet points or the description, or it must be
+    similar to one of the product's listed attributes.
+    """
     bullets = " ".join(product["BulletPoints"])
     for text in (product["Title"], bullets, product["Description"]):
         if attribute in text.lower():
@@ -372,13 +387,16 @@ def has_attribute(product: dict, attribute: str) -> bool:
 
 
 def is_among(wanted: str, texts: list[str]) -> bool:
-    """Returns True if one of the texts is similar to the wanted one."""
+    """Returns True if one of the texts is similar to `wanted`."""
     return any(token_set_ratio(text, wanted) > 85 for text in texts)
 
 
 def normalise_colour(option):
-    """Returns the first of COLOURS that an option contains ("gold" for "rose gold"), or the option
-    itself if it contains none."""
+    """Simplifies the name of a colour: "rose gold" becomes "gold".
+
+    Returns the first item of COLOURS that the option contains. If the option contains none of
+    them, returns the option unchanged.
+    """
     for colour in COLOURS:
         if colour in option:
             return colour
@@ -387,10 +405,11 @@ def normalise_colour(option):
 
 @lru_cache(maxsize=65536)
 def token_set_ratio(a: str, b: str) -> int:
-    """Returns the similarity of two texts as sets of words, from 0 to 100.
+    """Returns the similarity of two texts, from 0 to 100, without regard to the order of words.
 
-    This is the function of thefuzz 0.19, WebShop's version, which uses difflib. Its result is the
-    largest of three ratios: between the shared words and each text, and between the two texts.
+    It gives the same results as token_set_ratio in thefuzz 0.19, the version that WebShop uses. A
+    text is converted to its sorted set of words. The result is the largest of three ratios of
+    difflib: between the shared words and each of the two texts, and between the two texts.
     """
     words_a = plain_words(a)
     words_b = plain_words(b)
@@ -411,7 +430,10 @@ def token_set_ratio(a: str, b: str) -> int:
 
 
 def plain_words(text: str) -> set[str]:
-    """Returns the words of a text in lower case. Characters 128 to 255 are dropped, and all other
-    characters that are not part of a word separate words."""
+    """Returns the set of words in a text, in lower case.
+
+    As in thefuzz, the characters with codes 128 to 255 are removed first. Then every character that
+    is not a letter, a digit or an underscore separates words.
+    """
     text = re.sub("[\x80-\xff]", "", text)
     return {*re.sub(r"\W", " ", text).lower().split()}

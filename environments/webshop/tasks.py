@@ -1,7 +1,8 @@
-"""New goals for the built-in WebShop, each of which requests what an agent bought in an episode.
+"""Makes new goals for the built-in WebShop from the purchases of agents.
 
-A purchase that was wrong for the goal of its episode is right for the new goal, and the actions of
-the episode are the solution of the new goal.
+A new goal requests the product and the options that an agent bought in an episode. The purchase may
+have been wrong for the goal of the episode, but it is right for the new goal. The actions of the
+episode are therefore a solution of the new goal.
 """
 
 import random
@@ -14,26 +15,25 @@ from environments.webshop.catalogue import goal_for, goal_key, instruction_of, m
 from environments.webshop.shop import Page, name_and_argument
 from environments.wording import with_pairs
 
-# Largest number of products that may meet a new goal. A goal that more products meet is too vague
-# [ours].
+# A new goal is rejected as too vague if more than this number of products meet it [ours].
 MAX_FITTING = 4
 
 
 @dataclass(frozen=True)
 class ExecutedAction:
-    """An action that changed the page."""
-    reply: str  # the reply that contains it
-    kind: str   # its kind, see `kind_of`
-    page: Page  # the page after it
+    """An action that changed the page. Actions that change nothing are not recorded."""
+    reply: str  # the reply that contains the action
+    kind: str   # the kind of the action, see `kind_of`
+    page: Page  # the page after the action
 
 
 class TaskGenerator:
-    """Makes new goals from episodes and from proposals of an explorer model, and checks them."""
-    # The description of a task in the prompt of an explorer model that writes tasks
+    """Makes and checks new goals. They come from episodes, or an explorer model proposes them."""
+    # Explains what a task is, in the prompt of an explorer model that writes tasks
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
             "the limit as: lower than 50.00 dollars. Its actions end with the purchase.")
-    # The actions of an episode, for an explorer prompt without the rules
+    # Explains which actions there are, in the prompt of an explorer that does not contain the rules
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
@@ -44,9 +44,9 @@ class TaskGenerator:
         for product in self.products:
             self.options.update(*product["options"].values())
 
-        self.instructions = set()   # words of the instructions in all splits
+        self.instructions = set()   # the instructions of all splits, each as a string of its words
         self.training_keys = set()  # keys of the training goals
-        self.evaluated = set()      # keys of all other goals, without the price limit
+        self.evaluated = set()      # keys of the goals in other splits, without the price limit
         for split, goals in shop.data.goals.items():
             self.instructions |= {words_of(goal["instruction"]) for goal in goals}
             if split == "train":
@@ -57,14 +57,18 @@ class TaskGenerator:
     # ------------------------------------------------------------------ proposals from episodes
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the kinds of the executed actions of an episode, and the pairs of consecutive
-        kinds."""
+        """Returns the patterns of behaviour in an episode: the kinds of its executed actions, and
+        all pairs of consecutive kinds."""
         kinds = [action.kind for action in self._executed(self.shop.find(task), replies)]
         return with_pairs(kinds)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Returns the proposals {text, task, solution} from an episode: one if it ends with a
-        purchase, and otherwise none."""
+        """Makes a proposal from an episode that ends with a purchase.
+
+        Returns:
+            A list with one proposal {text, task, solution}. The list is empty if the episode does
+            not end with a purchase.
+        """
         purchase = self._purchase(task, replies)
         if purchase is None:
             return []
@@ -75,11 +79,15 @@ class TaskGenerator:
         return [dict(text=goal["instruction"], task=goal, solution=actions)]
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """Returns the proposal of an explorer model, with the goal that its text states, or None.
+        """Converts a proposal of an explorer model to {text, task, solution}.
 
-        The text must contain the type of the product that the actions buy, at least one attribute,
-        and exactly one price limit, which is above the price. The product must have all attributes
-        in the text, and all options in the text must have been chosen.
+        The proposal consists of a text and of actions that end with a purchase. Returns None unless
+        the text and the purchase agree:
+
+        - The text contains the type of the product, and at least one attribute.
+        - The text contains exactly one price limit, and it is above the price of the product.
+        - The product has all attributes that the text mentions.
+        - The actions choose all options that the text mentions.
         """
         text = proposal["query"]
         limits = re.findall(r"(?:than|under|below|\$)\s*\$?(\d+(?:\.\d+)?)", text.lower())
@@ -102,8 +110,12 @@ class TaskGenerator:
         return dict(text=text, task=goal, solution=proposal["action_sequence"])
 
     def _purchase(self, task: str, replies: list[str]) -> tuple[dict, list[str], list[str]] | None:
-        """Returns the product that is bought in an episode, the chosen options with the colour
-        first, and the replies whose actions were executed. Returns None without a purchase."""
+        """Replays an episode.
+
+        Returns:
+            The product that the episode buys, the chosen options with the colour first, and the
+            replies with an action that changed the page. None if the episode buys nothing.
+        """
         actions = self._executed(self.shop.find(task), replies)
         if not actions or actions[-1].page.kind != "done":
             return None
@@ -115,9 +127,11 @@ class TaskGenerator:
     # ------------------------------------------------------------------ checks of proposals
 
     def key(self, goal: dict) -> tuple:
-        """Returns a key that two goals share if every purchase has the same reward for both.
+        """Returns a key for comparing goals. If two goals have the same key, every purchase has the
+        same reward for both.
 
-        The price limit counts by the number of products of the type that are within it.
+        In place of the price limit, the key contains the number of products of the goal's type that
+        are within the limit. Two limits with no price between them thus have the same key.
         """
         within_limit = 0
         for product in self.products:
@@ -126,8 +140,12 @@ class TaskGenerator:
         return *goal_key(goal)[:-1], within_limit
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if a text contains parts of a solution: search[...] or click[...], a product
-        number, or Buy Now, in any spelling. A customer would use none of these."""
+        """Returns True if the text of a task reveals a part of its solution.
+
+        Such parts are search[...], click[...], "Buy Now", an action of the solution, and a product
+        number. Upper case, spaces and punctuation are ignored. A real customer would not write any
+        of these.
+        """
         plain = unicodedata.normalize("NFKC", text).lower()
         if re.search(r"search\s*[^\w\s,.;!?'-]", plain):
             return True
@@ -137,7 +155,7 @@ class TaskGenerator:
         return any(squeezed(part.lower()) in squeezed_text for part in parts)
 
     def refusal(self, goal: dict) -> str | None:
-        """Returns the reason that a goal cannot become a task, or None if it can."""
+        """Returns the reason why a goal cannot become a new task, or None if it can."""
         if (self.key(goal) in self.training_keys or goal_key(goal)[:-1] in self.evaluated
                 or words_of(goal["instruction"]) in self.instructions):
             return "a goal of a split"
@@ -156,10 +174,12 @@ class TaskGenerator:
         return None
 
     def verify(self, proposal: dict) -> str | None:
-        """Plays the solution of a proposal with the new goal. Returns the reason that it does not
-        solve the goal, or None if it does.
+        """Plays an episode with the new goal and the actions of the proposal's solution.
 
-        One episode is enough, because the built-in WebShop has no state beyond an episode.
+        One episode is enough, because the built-in WebShop keeps no state between episodes.
+
+        Returns:
+            None if the solution solves the goal, and otherwise the reason why it does not.
         """
         solution = proposal["solution"]
         if len(solution) > self.shop.max_turns:
@@ -171,7 +191,8 @@ class TaskGenerator:
         return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _executed(self, goal: dict, replies: list[str]) -> list[ExecutedAction]:
-        """Runs an episode on a goal, and returns the actions that changed the page."""
+        """Plays an episode with a goal and these replies, and returns the actions that changed the
+        page."""
         self.shop.start(goal)
         actions = []
         for reply in replies:
@@ -188,13 +209,14 @@ class TaskGenerator:
 
 
 def kind_of(argument: str, goal: dict, before: Page, after: Page) -> str:
-    """Returns the kind of an action, such as "open number 2".
+    """Returns the kind of an action. For example, "open number 2" is a click on the second product
+    of a results page.
 
     Args:
-        argument: The text in the brackets of the action.
+        argument: The text between the brackets of the action.
         goal: The goal of the episode.
         before: The page before the action.
-        after: The page after it.
+        after: The page after the action.
     """
     if after.kind == "done":
         wanted = {*goal["goal_options"]}
@@ -214,8 +236,13 @@ def kind_of(argument: str, goal: dict, before: Page, after: Page) -> str:
 
 
 def phrases_in(text: str, phrases) -> tuple[list[str], str]:
-    """Returns the phrases that a text contains, and the text without them. If two phrases overlap,
-    only the longer one counts."""
+    """Finds phrases in a text.
+
+    If two of the phrases overlap in the text, only the longer phrase is found.
+
+    Returns:
+        The phrases that the text contains, and the text without these phrases.
+    """
     text = re.sub(r"[^a-z0-9|]+", " ", f" {text.lower()} ")
     contained = []
     for phrase in sorted(phrases, key=lambda phrase: (-len(phrase), phrase)):
@@ -227,5 +254,5 @@ def phrases_in(text: str, phrases) -> tuple[list[str], str]:
 
 
 def squeezed(text: str) -> str:
-    """Returns only the letters and digits of a text."""
+    """Removes all characters of a text that are not letters or digits."""
     return re.sub(r"[\W_]+", "", text)
