@@ -250,8 +250,8 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
 # in the groups, (A,). It returns two dicts:
 # - Losses: scalar tensors, each summed over the groups. The entry `loss` is minimised. All other
 #   entries are only logged, for example the terms of the loss.
-# - Statistics: a dict {kind of pair: {name: sum}}, for logging. The sum `count` is the number of
-#   pairs of this kind. The other sums are divided by it to compute means.
+# - Statistics: a dict {kind of pair: {name: sum}}, for logging. The entry `count` is the number of
+#   pairs of this kind. All other sums are divided by `count` to compute means.
 #
 # Losses are sums, so `train` divides them by denominator(batch). The denominator is `action_count`
 # for SFT, and `pair_weight` or `pair_count` for Eq. (9).
