@@ -122,7 +122,7 @@ def coevolve(run: Run) -> None:
     if s.method == "sft":
         return
 
-    earlier = []  # the buffer of --d-fail buffer: trajectory files of earlier plays, else empty
+    earlier = []  # the buffer: earlier trajectory files; stays empty unless --d-fail is "buffer"
     for i in range(1, s.iterations + 1):
         # Each agent plays --rollouts episodes of every task that has an expert trajectory.
         played = {}  # maps each agent's name to its trajectory file of this iteration

@@ -1139,7 +1139,7 @@ Fraction = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 
 
 @dataclass(frozen=True)
 class Grpo:
-    """Training by GRPO on the task set D"""
+    """Training with GRPO on the task set D"""
     # The initial agent of GRPO: "sft" first fine-tunes --model on expert trajectories, and "none"
     # starts from --model directly [ours; notes: none]
     warm_start: Literal["sft", "none"] = "sft"

@@ -48,7 +48,7 @@ from envs import Environment
 from evolve import TaskGroup, store_log_probs, token_advantages
 
 PPO_EPOCHS = 2  # number of epochs over the trajectories of an iteration [ours]
-PPO_BATCH = 16  # batch size: number of tasks per optimiser step, with all rollouts of them [ours]
+PPO_BATCH = 16  # batch size in tasks; all rollouts of a task are in the same batch [ours]
 PPO_CLIP = 0.2  # ratios are clipped to the range 1 - 0.2 to 1 + 0.2 [Schulman et al. 2017]
 PPO_KL = 0.05   # weight of the KL divergence from the agent after SFT [ours]
 
