@@ -1,29 +1,32 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
-This is the method in pseudocode, where SFT is supervised fine-tuning, DPO is direct preference
-optimisation, and a > b means that a is preferred to b:
+This is the method in pseudocode. SFT is supervised fine-tuning, DPO is direct preference
+optimisation, and a > b means that trajectory a is preferred to trajectory b:
 
     target, failure = SFT(experts, one order), SFT(experts, another order)         Eq. (3)-(5)
     for K iterations:
-        both agents run episodes of every training task
+        both agents play episodes of every training task
         failure <- DPO(better failure > worse failure, any two failures of a task) Eq. (6), (7)
         target  <- weighted DPO(expert > own rollout, expert > failure agent's rollout,
                                 better failure > worse failure, one of each agent) Eq. (8), (9)
                    + lambda_SFT x SFT(chosen experts and successful rollouts)
 
-Read this file from the top, then `dpo.py`, which turns tokens into gradients, and `envs.py`, which
-runs an episode with text in and text out. These three files are the method. The code in `engine/`
-runs it, and you can treat it as a black box.
+Three files contain the method. Read this file first, then `dpo.py` (losses and training loop), and
+then `envs.py` (environments and episodes, which exchange text only). The code in `engine/` loads
+models, runs them and saves results. You can treat it as a black box.
 
     task        an instruction for the agent, u in the paper
     episode     one attempt at a task, recorded as a trajectory e
     expert      the expert trajectory (demonstration) of a task, which agents learn to imitate
-    rollout     an agent's episode of a task, numbered within each task, agent and iteration
-    agent       a model that acts in the environment and learns from the pairs of its role
-    phase       a function of the loop that reads files of a run and writes one
+    rollout     an episode that an agent plays for training; its index counts the episodes of the
+                same task, agent and iteration
+    agent       a model that acts in the environment and learns from preference pairs; the agent's
+                role determines which pairs
+    phase       a function called by the training loop; it reads files of the run and writes one
+                output file or folder
     ETO         the method of Song et al. (2024), a baseline in the paper
 
-Brackets such as [App. B], [ETO] or [ours] name the source of a choice.
+A bracket such as [App. B], [ETO] or [ours] names the source of a choice.
 
     python coevolve.py --env webshop            # --help lists the settings
 """
@@ -57,48 +60,57 @@ from environments import ENVIRONMENTS
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent of a method. Its role, not its name, determines its pairs and its loss."""
-    name: str  # used in files and tables
-    # The target, D_tgt, learns from the pairs of Eq. (8) with the loss of Eq. (9). The failure
-    # agent, D_fail, learns from the pairs of Eq. (6) with the loss of Eq. (7). An agent with the
-    # role "own" compares its own trajectories with the experts' and uses the loss of Eq. (7), as in
-    # ETO.
+    """An agent of a method.
+
+    The role, not the name, determines the agent's preference pairs and its loss.
+    """
+    name: str  # used in file names and tables
+    # "D_tgt" is the role of the target, with the pairs of Eq. (8) and the loss of Eq. (9).
+    # "D_fail" is the role of the failure agent, with the pairs of Eq. (6) and the loss of Eq. (7).
+    # "own" is the role of an agent that is trained as in ETO. Its pairs compare its own rollouts
+    # with the expert trajectories, and its loss is Eq. (7).
     role: Literal["D_tgt", "D_fail", "own"]
 
 
-# To add a method, add a line here and one to METHODS below. To add a role, add a branch to
-# make_pairs. train_preferences uses the loss of Eq. (7) for every role but D_tgt.
+# To add a method, add an entry to AGENTS, and an entry to METHODS at the end of this file. To add a
+# role, add a branch to make_pairs. train_preferences uses Eq. (9) for the role D_tgt, and Eq. (7)
+# for all other roles.
 TARGET = Agent("target", "D_tgt")
 AGENTS = {"sft": [TARGET],
-          # ETO is "a DPO-only baseline" [Section 5.1]. With a single agent, D_tgt has the pairs of
-          # ETO. The preset "--method eto" sets lambda_sft to 0 and the weights of all pairs to 1.
+          # ETO is "a DPO-only baseline" [Section 5.1]. If there is only one agent, the pairs of
+          # D_tgt are those of ETO, since there are no pairs with another agent. The preset
+          # "--method eto" sets lambda_sft to 0, and the weights of all pairs to 1.
           "eto": [TARGET],
           "coevolve": [TARGET, Agent("failure", "D_fail")],
-          # The control experiment has a positive agent, "trained in the same manner as ETO"
-          # [Section 5.4]. Its failures are paired with the target's, as a failure agent's would be
-          # [ours].
+          # A control experiment replaces the failure agent with a positive agent, which is "trained
+          # in the same manner as ETO" [Section 5.4]. The target's failures are paired with the
+          # positive agent's failures, just as with those of a failure agent [ours].
           "positive": [TARGET, Agent("positive", "own")]}
 
 
 def coevolve(run: Run) -> None:
     """Runs the method of Sections 4.1 to 4.3.
 
-    ETO is the same loop with the target as the only agent, and SFT is the part before the loop.
+    The method "eto" runs the same loop, with the target as the only agent. The method "sft" stops
+    before the loop.
 
-    `once(output, phase, *files, **values)` calls phase(run, out, *files, **values), unless the
-    output already exists and was made from the same files and values. It returns the path of the
-    output. If an input file of a phase has other bytes, the phase runs again. A resumed run refuses
-    changed settings, see `settings` below. It prints a line if the code has changed, but recomputes
-    nothing for that reason: after a change to the code, use another --out, or --branch RUN@OUTPUT.
-    A phase that was interrupted starts again from its beginning.
+    The function `once` makes a run resumable. `once(output, phase, *files, **values)` calls
+    phase(run, out, *files, **values), and returns the path of the output. If the output already
+    exists and was made from the same files and values, the phase is skipped. If the content of an
+    input file has changed, the phase runs again. An interrupted phase restarts from its beginning.
+
+    Settings cannot be changed when a run is resumed, with a few exceptions (see the section on
+    settings below). Changes to the code do not make a phase run again, and only print a warning.
+    After such a change, start a new run with another --out, or with --branch RUN@OUTPUT.
     """
     s = run.settings
     once = run.once
     agents = AGENTS[s.method]
 
-    # All agents first learn to imitate the experts, Eq. (3)-(5). Each sees them in another order.
+    # First, each agent is fine-tuned on the expert trajectories, Eq. (3)-(5). The agents differ
+    # only in the order of this data.
     experts = once("experts.jsonl", collect_experts, *expert_paths(s))
-    models = {}  # agent name -> folder of its model
+    models = {}  # maps each agent's name to the folder of its model
     for agent in agents:
         if agent.role == "D_fail" and s.failure_from:
             models[agent.name] = Path(s.failure_from)
@@ -110,20 +122,22 @@ def coevolve(run: Run) -> None:
     if s.method == "sft":
         return
 
-    earlier = []  # the buffer: trajectory files that D_fail keeps, see --d-fail
+    earlier = []  # the buffer: earlier trajectory files; stays empty unless --d-fail is "buffer"
     for i in range(1, s.iterations + 1):
-        # All agents run episodes of every task that has an expert.
-        played = {}  # agent name -> its trajectory file
+        # Each agent plays --rollouts episodes of every task that has an expert trajectory.
+        played = {}  # maps each agent's name to its trajectory file of this iteration
         for agent in agents:
             played[agent.name] = once(f"iter{i}/{agent.name}.jsonl", explore,
                                       models[agent.name], experts, name=agent.name, i=i)
 
-        # Each agent then learns from its pairs, by Eq. (6) and (7) or by Eq. (8) and (9). Section 4
-        # trains the agents "in alternating phases", but does not say whether the failure agent
-        # plays before or after it learns. With "before", all agents learn from the same rollouts,
-        # so their order makes no difference, and in iteration 1 the failure agent's rollouts come
-        # from its SFT model. With "after", the failure agent learns first and plays again, and the
-        # target learns from these newest hard negatives.
+        # Then each agent is trained on its preference pairs. Section 4 trains the agents "in
+        # alternating phases". It does not say whether the target's pairs use the rollouts from
+        # before or after the failure agent's training, so --failure-plays chooses:
+        # - "before": All agents learn from the rollouts sampled above. The order in which the
+        #   agents are trained makes no difference. In iteration 1, the failure agent's rollouts
+        #   come from its SFT model.
+        # - "after": The failure agent is trained first, and then plays again. The target learns
+        #   from these new rollouts.
         failure_first = s.failure_plays == "after"
         learners = agents
         if failure_first:
@@ -143,22 +157,26 @@ def coevolve(run: Run) -> None:
                                     name=name, i=i, first_rollout=s.rollouts)
 
         evaluate_all(run, models, i)
-        if s.d_fail == "buffer":  # otherwise D_fail has only the failures of one iteration
+        if s.d_fail == "buffer":  # otherwise D_fail uses only rollouts of the current iteration
             earlier += played.values()
 
 
 def expert_paths(s: Settings) -> list[Path]:
-    """Returns the file given by --experts, or an empty list if expert trajectories are scripted."""
+    """Returns a list with the path given by --experts.
+
+    The list is empty without --experts. The environment's scripted expert then makes the expert
+    trajectories.
+    """
     return [Path(s.experts)] if s.experts else []
 
 
 def evaluate_all(run: Run, models: dict[str, Path], i: int) -> None:
-    """Evaluates all agents on each split that the run evaluates.
+    """Evaluates each agent on each evaluation split of the run (see --eval-splits).
 
     Args:
         run: The run.
-        models: The folder of each agent's model, by agent name.
-        i: The iteration, or 0 after SFT.
+        models: A dict that maps each agent's name to the folder of its model.
+        i: The iteration, or 0 for the evaluation after SFT.
     """
     for name, model in models.items():
         for split in run.splits:
@@ -167,30 +185,35 @@ def evaluate_all(run: Run, models: dict[str, Path], i: int) -> None:
 
 
 # ---------------------------------------------------------------------------------- the phases
-# A phase has the form phase(run, out, *files, **values). It writes its output to `out`, a temporary
-# path, and returns numbers for phases.json. All ranks run it, but only one of them writes. The
-# first phase is `collect_experts` in engine/experts.py, which encodes the experts as tokens, and
-# drops those whose reward is low or whose task is in an evaluated split. Phases use four methods of
-# the run:
-#     run.load        loads a model's fp32 weights (forward passes are in bf16 on a GPU, see dpo.py)
+# A phase is a function phase(run, out, *files, **values). It reads `files`, writes its output to
+# the temporary path `out`, and returns numbers for phases.json. In distributed runs, all ranks run
+# the phase, but only one rank writes files.
+#
+# The first phase is `collect_experts` in engine/experts.py. It tokenizes the expert trajectories.
+# It drops expert trajectories with a low reward, and those of tasks in an evaluation split.
+#
+# Phases use four methods of the run:
+#     run.load        loads a model with fp32 weights
 #     run.fit         trains a model with a new AdamW optimiser (`dpo.train`), and saves it
 #     run.log_probs   runs `dpo.token_log_probs` in parallel on all ranks
-#     run.play        runs episodes with an inference copy of a model, which is in bf16 on a GPU
-#                     (except for the included model tiny)
+#     run.play        runs episodes with an inference copy of a model
+# On a GPU, forward passes of training and the inference copy are in bf16, except for the included
+# model tiny.
 
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
-    """Trains a model on the action tokens of the experts, Eq. (3)-(5).
+    """Fine-tunes a model on the action tokens of the expert trajectories (SFT), Eq. (3)-(5).
 
     Args:
-        run, out: The run and the output path, as for every phase.
+        run: The run.
+        out: The folder of the trained model.
         base: The folder of the model to start from.
-        experts: The file of experts.
-        name: The agent's name. It seeds the shuffling of the experts, which is the only difference
-            between agents after SFT.
+        experts: The file of expert trajectories.
+        name: The agent's name. The name seeds the shuffling of the expert trajectories. Agents that
+            start from the same model differ only in this order.
 
     Returns:
-        The numbers that `Run.fit` returns.
+        The result of `Run.fit`.
     """
     s = run.settings
     rng = random.Random(seed_of(s.seed, "sft", name))
@@ -201,7 +224,8 @@ def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict
                 f"{s.sft_batch}")
     steps = dpo.batches(groups, s.sft_batch, rng, s.sft_epochs)
     rates = dpo.learning_rates(len(steps), s.sft_lr, s.sft_warmup, cosine=True)
-    # Eq. (5) does not say how to average over a batch. We average over its action tokens [ours].
+    # The paper does not define how the loss of Eq. (5) is averaged over a batch. We average over
+    # all action tokens of the batch [ours].
     return run.fit(run.load(base), out, steps, rates, dpo.sft_loss, dpo.action_count)
 
 
@@ -217,16 +241,18 @@ def explore(
     """Samples --rollouts episodes of each task that has an expert trajectory.
 
     Args:
-        run, out: The run and the output path, as for every phase.
+        run: The run.
+        out: The trajectory file to write.
         agent: The folder of the agent's model.
         experts: The file of expert trajectories.
         name: The agent's name.
         i: The iteration.
-        first_rollout: The index of the first rollout of each task. An agent that plays twice in an
-            iteration needs other indices the second time, which seed other samples.
+        first_rollout: The first rollout index of each task. If an agent plays twice in an
+            iteration, the second play must use new indices. The index is part of the episode's
+            seed, so reused indices would give the same seeds.
 
     Returns:
-        The averages over the trajectories, see `summarise`.
+        The metrics of the trajectories, see `summarise`.
     """
     s = run.settings
     episodes = []
@@ -240,14 +266,14 @@ def explore(
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Runs one episode of each task in a split, with greedy decoding.
+    """Evaluates an agent: plays one episode of each task in a split, with greedy decoding.
 
     Args:
         run, out, agent, name, i: The same as in `explore`.
         split: The name of the split, one of `run.splits`.
 
     Returns:
-        The averages over the trajectories, see `summarise`.
+        The metrics of the trajectories, see `summarise`.
     """
     s = run.settings
     tasks = run.env.tasks(split)
@@ -259,15 +285,16 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 
 
 def summarise(trajectories: list[Trajectory], hard_threshold: float) -> dict:
-    """Averages rewards and other numbers over trajectories.
+    """Computes the mean reward and other metrics of trajectories.
 
-    `success`, `hard_negative` and `other_failure` are the three rates of Table 2. `idle` is the
-    fraction of replies that changed nothing, and `turn_limit` that of episodes that ran out of
-    turns.
+    The fractions `success`, `hard_negative` and `other_failure` are the three rates of Table 2, and
+    sum to 1. `turns` is the mean number of replies per episode. `idle` is the fraction of replies
+    that changed nothing in the environment. `turn_limit` is the fraction of episodes that reached
+    the maximum number of turns.
 
     Args:
-        trajectories: The trajectories.
-        hard_threshold: The lowest reward of a hard negative, see --hard-threshold.
+        trajectories: The trajectories. There must be at least one.
+        hard_threshold: The minimum reward of a hard negative, see --hard-threshold.
     """
     n = len(trajectories)
     turns = sum(t.turns for t in trajectories)
@@ -297,23 +324,25 @@ def make_pairs(
     Args:
         run: The run.
         out: The path of the pairs file to write.
-        experts: The file of experts.
-        played: Each agent's trajectory file of this iteration, by agent name.
-        earlier: The trajectory files of the buffer, from all agents. They are of earlier iterations
-            and, with --failure-plays after, of the failure agent's first play in this one.
+        experts: The file of expert trajectories.
+        played: A dict that maps each agent's name to its trajectory file of this iteration.
+        earlier: The buffer, a list of earlier trajectory files of all agents. It is empty unless
+            --d-fail is "buffer". With --failure-plays after, it also has the file of the failure
+            agent's first play in this iteration.
         trains: The name of the agent that learns from the pairs.
-        role: The role of that agent, see `Agent`.
+        role: The role of this agent, see `Agent`.
 
     Returns:
-        The number of pairs of each kind, and of comparisons skipped for each reason.
+        The number of pairs of each kind (`pairs`), and the number of comparisons that made no pair,
+        by reason (`dropped`).
     """
     s = run.settings
     dropped = Counter()
     own = by_task(read(played[trains]))
     others = by_task(read(*[played[name] for name in played if name != trains]))
     if role == "D_fail" and s.d_fail == "buffer":
-        # The buffer holds trajectories of all agents. Its unusable ones were already counted in
-        # the iteration that they come from.
+        # Add the buffer, which has trajectories of all agents. The new Counter is thrown away,
+        # because unusable trajectories of the buffer were counted in their own iteration.
         for task, trajectories in by_task(usable(read(*earlier), Counter())).items():
             own[task] += trajectories
 
@@ -337,7 +366,7 @@ def make_pairs(
 
 
 def by_task(trajectories: list[Trajectory]) -> defaultdict:
-    """Returns a dict {task: its trajectories}."""
+    """Groups trajectories by task. Returns a dict that maps each task id to its trajectories."""
     groups = defaultdict(list)
     for t in trajectories:
         groups[t.task].append(t)
@@ -345,10 +374,11 @@ def by_task(trajectories: list[Trajectory]) -> defaultdict:
 
 
 def usable(trajectories: list[Trajectory], dropped: Counter) -> list[Trajectory]:
-    """Returns the trajectories that can be trained on, and counts the others in `dropped`.
+    """Returns the trajectories that can be used for training, and counts the others in `dropped`.
 
-    An episode that fills the context has no final reward. It is therefore not used in any pair, not
-    even as the rejected trajectory [ours].
+    If an episode filled the context, it was interrupted and has no final reward. Its trajectory is
+    therefore not used in any pair, not even as the rejected side [ours]. Trajectories without
+    action tokens are not used either.
     """
     kept = []
     for t in trajectories:
@@ -373,23 +403,25 @@ def train_preferences(
 ) -> dict:
     """Trains an agent on its preference pairs.
 
-    For the role D_tgt, the loss is weighted DPO plus SFT, Eq. (9). For all other roles, it is DPO
-    alone, Eq. (7).
+    For the role D_tgt, the loss is weighted DPO plus SFT, Eq. (9). For all other roles, the loss is
+    only DPO, Eq. (7).
 
     Args:
         run: The run.
         out: The folder of the trained model.
         agent: The folder of the agent's model at the start of the iteration.
-        reference: The folder of pi_ref, the reference model to which DPO compares the agent.
+        reference: The folder of pi_ref, the reference model of DPO.
         pairs: The pairs file from `make_pairs`.
-        experts: The file of experts.
-        others: The files of rollouts that the pairs refer to by task, agent, iteration and index.
+        experts: The file of expert trajectories.
+        others: The trajectory files of the rollouts. The pairs file has no trajectories itself. It
+            refers to them by task, agent, iteration and rollout index.
         name: The agent's name.
         role: The agent's role, see `Agent`.
         i: The iteration.
 
     Returns:
-        The numbers that `Run.fit` returns.
+        The result of `Run.fit`, and `dropped`, if any pairs were dropped. If there are no pairs,
+        the agent is copied unchanged.
     """
     s = run.settings
     dropped = Counter()
@@ -399,8 +431,9 @@ def train_preferences(
     if not groups:
         return run.copy_agent(agent, out) | counts
 
-    # Compute log pi_ref(e|u), the log-probability of a trajectory e given its task u, for all
-    # trajectories before training, so that only one model is in memory at a time.
+    # Before training, compute log pi_ref(e|u) of all trajectories. It is the log-probability of a
+    # trajectory e given its task u. The reference model can then be freed before the agent is
+    # loaded, so only one model is in memory at a time.
     model = run.load(reference)
     if s.reference == "none":  # pi_ref = 1
         for t in dpo.trajectories_of(groups):
@@ -411,8 +444,9 @@ def train_preferences(
         del model
         model = run.load(agent)
 
-    # App. B gives ranges for the learning rate and beta. As in ETO's scripts, we use the first
-    # value of each range in iteration 1 and the other one later. Eq. (7) has no lambdas.
+    # App. B gives a range for the learning rate and a range for beta. As in ETO's scripts, we use
+    # the first value of each range in iteration 1, and the last value in all later iterations.
+    # Eq. (9) has the weights lambda_DPO and lambda_SFT. With the weights 1 and 0 it is Eq. (7).
     lr = s.dpo_lr if i == 1 else s.dpo_lr_later
     beta = s.beta if i == 1 else s.beta_later
     lambda_dpo, lambda_sft = s.lambda_dpo, s.lambda_sft
@@ -433,27 +467,29 @@ def preference_groups(
     encoder,
     dropped: Counter,
 ) -> list[Group]:
-    """Groups pairs by task, together with the trajectories that they compare.
+    """Groups pairs by task, and truncates rejected trajectories.
 
     Args:
         pairs: The pairs.
-        experts: The experts. Their lengths limit the lengths of rejected trajectories.
+        experts: The expert trajectories. Their numbers of replies determine where rejected
+            trajectories are truncated, see --cut-turns.
         s: The settings.
         encoder: An `engine.chat.Encoder`.
-        dropped: The counter of pairs whose two sides are equal once the rejected one is truncated.
+        dropped: A counter of dropped pairs. A pair is dropped if its two sides are equal after the
+            rejected side has been truncated.
 
     Returns:
-        One group for each task that has pairs. Each trajectory occurs in it once, however many
-        pairs use it. If it is chosen in one pair and truncated as rejected in another, both forms
-        occur.
+        One group for each task with pairs. A group stores each trajectory only once, even if
+        several pairs use it. A trajectory that is chosen in one pair, and truncated as the rejected
+        side of another pair, is stored in both forms.
     """
     expert_turns = {expert.task: expert.turns for expert in experts}
-    groups = defaultdict(Group)  # task -> group
+    groups = defaultdict(Group)  # maps each task id to its group
     for pair in pairs:
         task = pair.chosen.task
         rejected = pair.rejected
-        # As in ETO, but not in the paper, a rejected trajectory is truncated so that it has only a
-        # few more replies than the expert.
+        # Truncate the rejected trajectory to at most `cut_turns` more replies than the expert
+        # trajectory. ETO does this. The paper does not mention it.
         if s.cut_turns >= 0:
             rejected = encoder.cut(rejected, expert_turns[task] + s.cut_turns)
         if same_tokens(pair.chosen, rejected):
@@ -475,21 +511,23 @@ def preference_steps(
     i: int,
     s: Settings,
 ) -> list[list[Group]]:
-    """Returns the batches of preference training, one per step.
+    """Returns the batches of preference training, one batch per optimiser step.
 
-    The batches cover --dpo-epochs epochs over the pairs. With --dpo-steps, there are exactly that
-    many batches, so that targets can be compared after the same number of steps.
+    By default, the batches cover --dpo-epochs epochs over the pairs. If --dpo-steps is set, the
+    target gets exactly --dpo-steps batches. Targets of different runs can then be compared after
+    the same number of steps, even if they have different numbers of pairs.
 
     Args:
-        groups: The tasks with their pairs.
-        name, i: The agent's name and the iteration. Both seed the shuffling.
-        role: The agent's role. Only D_tgt uses --dpo-steps.
+        groups: The groups, one for each task with pairs.
+        name: The agent's name, which is part of the seed for shuffling.
+        role: The agent's role. --dpo-steps applies only to D_tgt.
+        i: The iteration, which is part of the seed for shuffling.
         s: The settings.
     """
     rng = random.Random(seed_of(s.seed, "dpo", name, i))
     if role != "D_tgt" or s.dpo_steps == 0:
         return dpo.batches(groups, s.dpo_batch, rng, s.dpo_epochs)
-    # An epoch has at least one batch, so --dpo-steps epochs have enough batches.
+    # Each epoch has at least one batch, so --dpo-steps epochs are enough. Drop surplus batches.
     return dpo.batches(groups, s.dpo_batch, rng, epochs=s.dpo_steps)[:s.dpo_steps]
 
 
@@ -503,27 +541,29 @@ def d_tgt(
     s: Settings,
     dropped: Counter,
 ) -> list[Pair]:
-    """Makes the target's pairs for one task, Eq. (8), with the weights of Section 4.3.
+    """Makes the target's pairs for one task, Eq. (8), and sets their weights as in Section 4.3.
 
     Args:
-        expert: The expert of the task.
-        own: All rollouts of the target in this iteration, e_tgt in the paper.
-        others: All rollouts of the other agents, e_fail in the paper.
+        expert: The expert trajectory of the task.
+        own: The target's rollouts of the task in this iteration, e_tgt in the paper.
+        others: The other agents' rollouts of the task in this iteration, e_fail in the paper.
         s: The settings.
-        dropped: The counter of skipped comparisons by reason.
+        dropped: A counter of comparisons that make no pair, by reason.
     """
-    comparisons = len(own) * len(others)  # each rollout of the target with each of the others
+    comparisons = len(own) * len(others)  # counts all rollouts, also successes and unusable ones
     own = usable(own, dropped)
     others = usable(others, dropped)
 
-    # Eq. (8): D_tgt = {(e_exp, e_tgt), (e_exp, e_fail)} u F_tgt x F_fail. The first trajectory of a
-    # pair is the chosen one, e_exp is the expert, and F_tgt and F_fail are the agents' failures.
+    # Eq. (8): D_tgt = {(e_exp, e_tgt), (e_exp, e_fail)} u F_tgt x F_fail, where `u` is a union and
+    # the first trajectory of each pair is chosen. e_exp is the expert trajectory. F_tgt and F_fail
+    # are the failures of the target and of the failure agent.
     pairs = against_expert(expert, own + others, s, dropped)
 
     # Section 4.3: "the total weight of all expert-prediction pairs generated for a given
-    # instruction sums to 1.0". We use these weights in the SFT term as well [ours]. An agent's
-    # failure is never imitated, "to avoid introducing misleading supervision from incorrect
-    # trajectories", even if it has a higher reward than the expert.
+    # instruction sums to 1.0". We use these weights in the SFT term as well [ours]. The SFT weight
+    # stays 0 if the chosen trajectory is an agent's failure, even if the failure has a higher
+    # reward than the expert trajectory. This is "to avoid introducing misleading supervision from
+    # incorrect trajectories".
     for pair in pairs:
         if s.pair_weights == "instruction":
             pair.weight = 1.0 / len(pairs)
@@ -532,11 +572,15 @@ def d_tgt(
 
     # Section 4.3: "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0".
     # The weights keep expert pairs "from dominating the training signal, while ensuring that
-    # failure pairs receive full emphasis". In the paper each agent plays a task once: the expert
-    # pairs of a task weigh 1 together, and its failure pair weighs 1. With R rollouts per agent a
-    # task has up to R x R failure pairs. Each gets the weight 1 / (R x R), so that they weigh at
-    # most 1 together, like the expert pairs [ours]. Eq. (8) always chooses the target's failure.
-    # We choose the failure with the higher reward, as in Eq. (6) [ours].
+    # failure pairs receive full emphasis".
+    #
+    # In the paper, each agent plays each task once. The expert pairs of a task have a total weight
+    # of 1, and its only failure pair has the weight 1. With R rollouts per agent, a task has up to
+    # R x R failure pairs. We give each of them the weight 1 / (R x R), so that their total weight
+    # is also at most 1 [ours].
+    #
+    # In Eq. (8), the target's failure is always the chosen side. We choose the failure with the
+    # higher reward instead, as in Eq. (6) [ours].
     if s.d_tgt_failures == "none":
         return pairs
     for pair in ordered_failures(itertools.product(own, others), dropped):
@@ -555,19 +599,20 @@ def against_expert(
     s: Settings,
     dropped: Counter,
 ) -> list[Pair]:
-    """Pairs each trajectory of a task with the task's expert.
+    """Pairs each trajectory of a task with the expert trajectory of the task.
 
-    As in ETO's construct_preference, the trajectory with the higher reward is chosen, even if it is
-    not the expert, and equal rewards make no pair. Eq. (8) has no such conditions.
+    We follow the function construct_preference of ETO. If the rewards are equal, there is no pair.
+    Otherwise the trajectory with the higher reward is chosen, even if it is not the expert
+    trajectory (see --expert-beaten). In Eq. (8), by contrast, the expert is always chosen.
 
     Args:
-        expert: The expert of the task.
+        expert: The expert trajectory of the task.
         trajectories: Trajectories of the task, from any agent.
         s: The settings.
-        dropped: The counter of skipped comparisons by reason.
+        dropped: A counter of comparisons that make no pair, by reason.
 
     Returns:
-        The pairs, each with weight 1 and without an SFT term.
+        The pairs. Each pair has the weight 1 in the DPO term and 0 in the SFT term.
     """
     pairs = []
     for t in trajectories:
@@ -592,23 +637,24 @@ def d_fail(
 ) -> list[Pair]:
     """Makes the failure agent's pairs for one task, Eq. (6).
 
-    Of two failures, the one with the higher reward is chosen.
+    A pair compares two failures. The failure with the higher reward is chosen.
 
     Args:
-        own: The failure agent's rollouts, e_fail in the paper. With --d-fail buffer, they include
-            the earlier trajectories of all agents.
-        others: The other agents' rollouts of this iteration.
+        own: The failure agent's rollouts of the task, e_fail in the paper. With --d-fail buffer,
+            this list also has the earlier trajectories of all agents.
+        others: The other agents' rollouts of the task in this iteration.
         s: The settings.
-        dropped: The counter of skipped comparisons by reason.
+        dropped: A counter of comparisons that make no pair, by reason.
     """
-    if s.d_fail == "none":  # the failure agent is not trained any further
+    if s.d_fail == "none":  # no preference training: the failure agent stays as it is after SFT
         return []
     own = usable(own, dropped)
     others = usable(others, dropped)
-    # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}, where the failure e_w is preferred to e_l.
-    # By default, we add pairs of two failures from the same agent, since the failure agent learns
-    # from failures "from both the target and itself" (Section 4.2). With one rollout per task, as
-    # in the paper, there are no such pairs.
+    # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}, where the failure e_w is preferred to the
+    # failure e_l. So each pair has one failure of the target and one of the failure agent. By
+    # default, we also use pairs of two failures from the same agent, because the failure agent
+    # learns from failures "from both the target and itself" (Section 4.2). Such pairs need several
+    # rollouts per task, and the paper has one.
     candidates = itertools.combinations(others + own, 2)
     if s.d_fail == "cross":
         candidates = itertools.product(others, own)
@@ -616,7 +662,16 @@ def d_fail(
 
 
 def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[Pair]:
-    """Yields a pair for each candidate that consists of two failures with different rewards."""
+    """Makes pairs from candidates, in which the failure with the higher reward is chosen.
+
+    Args:
+        candidates: Tuples of two trajectories of the same task.
+        dropped: A counter of candidates that make no pair, by reason.
+
+    Yields:
+        One pair for each candidate whose two trajectories are failures with different rewards and
+        different tokens.
+    """
     for a, b in candidates:
         if not a.is_failure or not b.is_failure:
             dropped["not both failures"] += 1
@@ -631,55 +686,63 @@ def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[
 
 
 def same_tokens(a: Trajectory, b: Trajectory) -> bool:
-    """Returns True if two trajectories have the same tokens. No policy can prefer one of them."""
+    """Returns True if two trajectories have the same tokens.
+
+    Such trajectories make no pair, because every policy gives both the same log-probability.
+    """
     return a.ids == b.ids
 
 
 # ------------------------------------------------------------------------------------ settings
-# The comment above a setting is its --help text. The brackets at its end name the source of the
-# default: the paper, ETO (the scripts of Song et al.) or ourselves. If the default is no value,
-# they describe it. The type of a setting limits its values. When you resume a run, you may change a
-# setting of type Free, on which no number depends but by rounding, and increase one of type
-# Growing. Changing any other setting is refused.
+# The comment above a setting is its --help text. The bracket at the end names the source of the
+# default: a section of the paper, the scripts of ETO (Song et al.), or our own choice [ours]. If
+# the default is None, the bracket describes what is used instead.
+#
+# The type of a setting restricts its values. It also determines if the setting can change when a
+# run is resumed. A setting of type Free can change, because it does not affect the results, except
+# for rounding errors. A setting of type Growing can only be increased. Changing any other setting
+# raises an error.
 
 
 @dataclass(frozen=True)
 class Data:
     """Method, model, tasks and lengths"""
-    # Environment that the agents act in [ours]
+    # Environment in which the agents act [ours]
     env: Literal[ENVIRONMENTS] = "webshop"
     # Training method, one of the methods listed at the top of --help [the paper]
     method: str = "coevolve"
-    # Model to start from: "tiny", which is included, or a causal language model with a chat
-    # template, by its folder or its name on the Hugging Face Hub [ours]
+    # Base model: "tiny" (included in this repository), or any causal language model with a chat
+    # template, given by its local folder or its name on the Hugging Face Hub [ours]
     model: str = "tiny"
-    # Seed of all random numbers [ours]
+    # Random seed of the run [ours]
     seed: types.Whole = 0
     # Output folder [runs/ENV-METHOD-sSEED]
     out: types.Free[Optional[str]] = None
-    # RUN@OUTPUT: reuse the outputs of RUN that come before OUTPUT, then continue with these
-    # settings [none]
+    # Start from another run. In RUN@OUTPUT, RUN is the folder of that run and OUTPUT is one of its
+    # outputs. Outputs before OUTPUT are reused, and the rest is computed with these settings [none]
     branch: types.Free[Optional[str]] = None
-    # Run the same phases on fewer tasks, which takes about a minute with the model tiny [ours]
+    # Quick test: run all phases on a few tasks, in about a minute with the model tiny [ours]
     quick: bool = False
-    # Experiment tracker of accelerate that logs all numbers, such as tensorboard or wandb [none]
+    # Experiment tracker for logging, such as tensorboard or wandb, or any other tracker that
+    # accelerate supports [none]
     track: types.Free[Optional[str]] = None
-    # File of expert trajectories: ETO's list, IPR's list, or trajectories of a run, of which the
-    # best one of each task becomes its expert trajectory [scripted experts]
+    # File of expert trajectories: the data of ETO, the data of IPR, or a trajectory file of another
+    # run. From a trajectory file, the trajectory with the highest reward of each task is used
+    # [scripted experts]
     experts: types.OldFile = None
-    # Drop expert trajectories with a reward of at most this value, unless they solve their task
-    # [App. A]
+    # Drop expert trajectories whose reward is not above this value; expert trajectories that solve
+    # their task are always kept [App. A]
     expert_min_reward: float = 0.7
-    # Number of training tasks; 0 for all [Table 1]
+    # Maximum number of training tasks; 0 uses all training tasks [Table 1]
     train_tasks: types.Whole = 0
-    # Number of tasks in each evaluated split; 0 for all [Table 1]
+    # Maximum number of tasks per evaluation split; 0 uses all tasks [Table 1]
     eval_tasks: types.Whole = 0
-    # Splits to evaluate on; use validation to choose settings or an iteration [Table 1]
+    # Splits to evaluate on; use "validation" to tune settings or to choose an iteration [Table 1]
     eval_splits: Literal["test", "validation", "all"] = "test"
-    # Form of the observations; "short" leaves out repeated text and, in the scripted expert
-    # trajectories, ReAct thoughts, for small models [ours]
+    # Format of observations; "short" is for small models, and leaves out repeated text, and the
+    # ReAct thoughts of scripted expert trajectories [ours]
     view: Literal["full", "short"] = "full"
-    # Maximum number of tokens in a trajectory; the episode ends there [ours]
+    # Maximum number of tokens in a trajectory (context length); a longer episode is stopped [ours]
     max_tokens: types.Count = 4096
     # Maximum number of tokens in a reply [ours]
     max_new_tokens: types.Count = 256
@@ -687,18 +750,20 @@ class Data:
 
 @dataclass(frozen=True)
 class Sft:
-    """SFT on expert trajectories (Section 4.1), and settings for all training"""
+    """SFT on expert trajectories (Section 4.1), and training settings for all methods"""
     # Number of epochs over the expert trajectories [App. B]
     sft_epochs: types.Count = 3
     # Number of expert trajectories per SFT step [App. B]
     sft_batch: types.Count = 48
     # Peak learning rate of SFT [App. B]
     sft_lr: types.Rate = 1e-5
-    # Fraction of the SFT steps used for linear warmup, before cosine decay [App. B]
+    # Fraction of SFT steps with linear warmup; the learning rate then follows a cosine decay
+    # [App. B]
     sft_warmup: types.Share = 0.03
-    # Weight decay of AdamW, in all training [ETO]
+    # Weight decay of AdamW, for SFT and all other training [ETO]
     weight_decay: types.Weight = 0.0
-    # Norm that gradients are clipped to, in all training [transformers' default]
+    # Maximum gradient norm (gradient clipping), for SFT and all other training [transformers'
+    # default]
     max_grad_norm: types.Rate = 1.0
 
 
@@ -710,24 +775,30 @@ class Common(MachineSettings, Sft, Data):
 @dataclass(frozen=True)
 class Preferences:
     """Exploration and preference training (Sections 4.2 and 4.3)"""
-    # Number K of iterations of exploration and preference training [App. B; 5 on InterCodeSQL]
+    # Number K of iterations, each with exploration and preference training [App. B; 5 on
+    # InterCodeSQL]
     iterations: types.Growing[types.Count] = 3
-    # Number of rollouts per task, in each iteration if the method iterates [Section 5.2.1]
+    # Number of rollouts per task and agent, in each iteration if the method has iterations
+    # [Section 5.2.1]
     rollouts: types.Count = 1
-    # Sampling temperature of rollouts; trained agents are evaluated greedily [ours; ETO: 0]
+    # Sampling temperature of rollouts; trained agents are always evaluated with greedy decoding
+    # [ours; ETO: 0]
     temperature: types.Temperature = 0.7
     # Number of epochs over the pairs of an iteration [App. B]
     dpo_epochs: types.Count = 3
-    # Number of optimiser steps of the target per iteration; 0 to use --dpo-epochs [ours]
+    # Number of optimiser steps of the target per iteration; 0 trains for --dpo-epochs instead
+    # [ours]
     dpo_steps: types.Whole = 0
-    # Maximum number of pairs per step; the pairs of a task stay together, so that one forward pass
-    # per trajectory serves all of them, and a task with more pairs is a step by itself [App. B]
+    # Batch size: maximum number of pairs per optimiser step. All pairs of a task are in the same
+    # batch, so that each trajectory needs only one forward pass. A task with more pairs than this
+    # gets a batch of its own [App. B]
     dpo_batch: types.Count = 32
     # Learning rate of preference training in iteration 1 [App. B; ETO]
     dpo_lr: types.Rate = 1e-6
     # Learning rate of preference training in later iterations [App. B; ETO]
     dpo_lr_later: types.Rate = 5e-7
-    # Fraction of an iteration's steps used for linear warmup, before a constant rate [ETO]
+    # Fraction of the steps of an iteration with linear warmup; the learning rate then stays
+    # constant [ETO]
     dpo_warmup: types.Share = 0.1
     # Factor beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
     beta: types.Rate = 0.1
@@ -735,63 +806,68 @@ class Preferences:
     beta_later: types.Rate = 0.5
     # Weight of the DPO term in Eq. (9) [Section 4.3]
     lambda_dpo: types.Weight = 1.0
-    # Weight of the SFT term in Eq. (9), which ETO does not have [Section 4.3; ETO: Section 5.1]
+    # Weight of the SFT term in Eq. (9); ETO has no SFT term [Section 4.3; ETO: Section 5.1]
     lambda_sft: types.Weight = 0.1
-    # Reduction of a trajectory's token log-probabilities in the DPO term [Eq. 2, 5, 7]
+    # In the DPO term, the log-probability of a trajectory is the sum or the mean of its action
+    # tokens' log-probabilities [Eq. 2, 5, 7]
     log_prob_reduction: Literal["sum", "mean"] = "sum"
-    # Reference model pi_ref, to which DPO compares the agent: "iteration" is the agent at the start
-    # of the iteration, "sft" is the agent after SFT, and "none" sets pi_ref = 1 [ETO; IPR: sft]
+    # Reference model pi_ref of DPO: "iteration" is the agent at the start of the iteration, "sft"
+    # is the agent after SFT, and "none" means no reference model (pi_ref = 1) [ETO; IPR: sft]
     reference: Literal["iteration", "sft", "none"] = "iteration"
-    # Denominator of the batch loss, SFT term included: "weights" is the sum of the weights of all
-    # pairs, failure pairs included, and "pairs" is their number [ours]
+    # Denominator of the batch loss (both the DPO and the SFT term): "weights" is the sum of the
+    # weights of all pairs in the batch, "pairs" is the number of these pairs [ours]
     denominator: Literal["weights", "pairs"] = "weights"
-    # Swap or drop a pair in which the expert has the lower reward [ETO]
+    # What to do if an agent's reward is higher than the expert's: "swap" makes the agent's
+    # trajectory the chosen one, "drop" makes no pair [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
-    # Weights of the expert pairs of a task: "instruction" makes them sum to 1, "none" gives each of
-    # them 1, as in ETO [Section 4.3; ETO: Section 5.1]
+    # Weights of the target's expert pairs: "instruction" makes the weights of each task sum to 1,
+    # "none" gives each pair the weight 1, as in ETO [Section 4.3; ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
-    # Weight of each failure pair of the target: "rollouts" is 1 / (the target's rollouts of the
-    # task x the other agents' rollouts), which is 1 with one rollout each; "none" is 1 [ours]
+    # Weight of each failure pair of the target: "rollouts" is 1 / (M x N), where the target has M
+    # rollouts of the task and the other agents have N; "none" gives each pair the weight 1 [ours]
     failure_pair_weights: Literal["rollouts", "none"] = "rollouts"
-    # Failure pairs that the target learns from: "cross" compares each of its failures with each
-    # failure of another agent, "hard" keeps the pairs whose chosen reward is at least
-    # --hard-threshold [Eq. 8]
+    # Failure pairs of the target: "cross" compares each failure of the target with each failure of
+    # another agent; "hard" is the same, but drops a pair if its chosen trajectory is not a hard
+    # negative; "none" uses no failure pairs [Eq. 8]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
-    # Lowest reward of a hard negative [Section 5.2.1]
+    # Minimum reward of a hard negative; a failure with a lower reward is not hard [Section 5.2.1]
     hard_threshold: types.Weight = 0.6
-    # Truncate a rejected trajectory to this many replies more than the expert's; negative: never
-    # [ETO]
+    # Truncate each rejected trajectory so that it has at most this many more replies than the
+    # expert trajectory; a negative value turns truncation off [ETO]
     cut_turns: int = 5
-    # Count or leave out, in log pi of a rejected trajectory, its end-of-turn tokens and the reply
-    # that ended its episode [Eq. 7]
+    # Tokens of rejected trajectories: "count" uses all action tokens in log pi, "leave out" masks
+    # the end-of-turn tokens and the reply that ended the episode [Eq. 7]
     rejected_ends: Literal["count", "leave out"] = "count"
 
 
 @dataclass(frozen=True)
 class FailureAgent:
     """The failure agent (Section 4.2)"""
-    # Failure pairs that the failure agent learns from: "all" pairs of the iteration; "cross", the
-    # literal Eq. (6), those of a failure of the target with one of its own; "buffer", all pairs of
-    # this and earlier iterations; "none", so that it never learns [Section 4.2]
+    # Failure pairs of the failure agent: "all" compares any two failures of a task in the current
+    # iteration; "cross" compares only failures of different agents, as in Eq. (6); "buffer" also
+    # uses failures of earlier iterations; "none" skips this training [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
-    # Whether the target learns from rollouts that the failure agent played before or after it
-    # learned in the iteration; "after" makes it play twice [before: the paper's summary; after: its
-    # introduction]
+    # Rollouts of the failure agent in the target's pairs: sampled "before" or "after" the failure
+    # agent's training in this iteration; with "after", the failure agent plays twice per iteration
+    # [before: the paper's summary; after: the paper's introduction]
     failure_plays: Literal["before", "after"] = "before"
-    # Folder of a model that the failure agent starts from, instead of SFT [its own SFT]
+    # Folder of a trained model to use as the initial failure agent; the failure agent's SFT is then
+    # skipped [its own SFT]
     failure_from: types.OldFile = None
 
 
 @dataclass(frozen=True)
 class Settings(FailureAgent, Preferences, Common, types.Stated):
     """All settings of a run"""
-    # These are the settings that --help lists. All others appear only in --help all.
+    # The settings that --help lists. `--help all` lists all settings.
     essential = ("env", "method", "model", "seed", "out", "branch", "quick", "experts",
                  "train_tasks", "eval_tasks", "eval_splits", "max_tokens", "max_new_tokens",
                  "sft_epochs", "sft_lr", "iterations", "rollouts", "temperature", "dpo_epochs",
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
-    # Presets change the defaults: "tiny" for a model, "eto" for ETO's protocol, "--method eto" for
-    # a method. If several presets apply, the last one wins. Environments define further presets.
+    # Presets change the defaults of settings. "tiny" applies to the model tiny, "eto" applies to
+    # ETO's protocol (--protocol eto), "--method eto" applies to this method, "quick" applies to
+    # --quick. If several presets set the same setting, the last one wins. Environments define
+    # additional presets.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
                "--method eto": dict(lambda_sft=0.0, pair_weights="none"),  # DPO alone

@@ -1,17 +1,28 @@
-"""Learning: token log-probabilities, losses, micro-batches and the optimiser loop.
+"""Training: token log-probabilities, losses, micro-batches and the optimiser loop.
 
-This file is raw PyTorch and depends on nothing else. Equation numbers refer to arXiv 2511.22254,
-which writes u for a task, e for a trajectory, t_k for its action tokens, pi for the policy (the
-model being trained) and pi_ref for the reference. DPO, direct preference optimisation, compares the
-policy to the reference. SFT is supervised fine-tuning.
+This file is raw PyTorch, and imports nothing else from this project. Equation numbers refer to
+arXiv 2511.22254. Its notation is:
+
+    u        a task
+    e        a trajectory
+    t_k      the action tokens of a trajectory
+    pi       the policy, which is the model being trained
+    pi_ref   the reference model, to which DPO (direct preference optimisation) compares the policy
+    SFT      supervised fine-tuning
 
 Precision: weights, gradients and AdamW states are fp32. On a GPU, forward passes run in bf16,
 except for the included model tiny (see `engine.forward_passes` and `engine.models`). Logits are
-cast to fp32, and sums over tokens and losses are computed in fp64.
+cast to fp32. Sums over tokens and losses are computed in fp64.
 
-Shapes: a forward pass runs B trajectories of up to L tokens, and returns logits over a vocabulary
-of V tokens at K positions. A list of groups has T trajectories, A action tokens and P pairs in
-total. Log-probabilities are in nats.
+Shapes:
+
+    B        trajectories in a forward pass
+    L        tokens in the longest of these trajectories
+    K        positions at which a forward pass computes logits
+    V        tokens in the vocabulary
+    T, A, P  trajectories, action tokens and pairs in a list of groups
+
+Log-probabilities are in nats.
 """
 
 import inspect
@@ -30,15 +41,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 # ----------------------------------------------------------------------- trajectories and pairs
 
-Ids = list[int]   # token ids, or a mask over them
-ROUNDING = 1e-9   # rewards that differ by at most this much are equal
+Ids = list[int]   # token ids, or a mask with one entry per token
+ROUNDING = 1e-9   # two rewards count as equal if they differ by at most this much
 
 
 @dataclass
 class Trajectory:
-    """The trajectory e of an episode of task u, which may still be running.
+    """The trajectory e of an episode of task u. The episode may still be running.
 
-    In a .jsonl file, each line is one trajectory.
+    A trajectory file (.jsonl) has one trajectory per line.
     """
     task: str = ""
     agent: str = ""                  # name of the agent that acted
@@ -47,21 +58,25 @@ class Trajectory:
     seed: int = 0                    # seed of the episode's random number generator
     messages: list[dict] = field(default_factory=list)    # the conversation, {role, content}
     ids: Ids = field(default_factory=list)          # (l,) prompt, replies and observations
-    # (l,) 1 for action tokens, which the agent sampled, and 0 for all others. In an expert
-    # trajectory the action tokens are the replies, including their end-of-turn tokens.
+    # (l,) 1 for action tokens, and 0 for all other tokens. The action tokens are the tokens that
+    # the agent sampled. In an expert trajectory, they are the tokens of all replies, including the
+    # end-of-turn tokens.
     action_mask: Ids = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # of the sampled tokens, for logging
+    # Log-probabilities of the sampled tokens, as recorded by the sampler. Only used for logging.
+    log_probs: list[float] = field(default_factory=list)
     reward: float = 0.0              # in [0, 1], or in [-1, 1] with the protocol of ETO
     raw_reward: float | None = None  # reward before clipping, if the environment clips it
     turns: int = 0                   # number of replies
     idle: int = 0                    # number of replies that changed nothing
-    # The reason for the end: "done" if the environment ended the episode, "turn_limit" if the agent
-    # ran out of replies, "context_limit" if it ran out of tokens, and "refused" if an API endpoint
-    # refused a request (endpoints are only evaluated).
+    # The reason why the episode ended:
+    #     "done"           the environment ended the episode
+    #     "turn_limit"     the agent reached the maximum number of replies
+    #     "context_limit"  the trajectory reached the maximum number of tokens
+    #     "refused"        an API endpoint refused a request (only in evaluation of an endpoint)
     ended: str = ""
 
-    # log pi_ref(e|u), once `add_references` has computed it. It is no dataclass field, so it is
-    # neither saved nor kept by dataclasses.replace.
+    # log pi_ref(e|u). `add_references` computes this value. It has no type annotation, so it is not
+    # a dataclass field. It is therefore not saved to files, and dataclasses.replace resets it.
     reference = None
 
     def extend(self, ids: Ids, is_action: bool) -> None:
@@ -72,18 +87,21 @@ class Trajectory:
     def action_count(self) -> int:
         """The number of action tokens that the model predicts.
 
-        The first token of a sequence is never predicted.
+        The first token of the trajectory does not count, because no token before it predicts it.
         """
         return sum(self.action_mask[1:])
 
     @property
     def is_failure(self) -> bool:
-        """True if the trajectory is a failure, in F = {e : r(u, e) < 1} with the reward r."""
+        """True if the trajectory is a failure, which means that its reward is below 1.
+
+        The paper writes the set of failures as F = {e : r(u, e) < 1}, where r is the reward.
+        """
         return better(1.0, self.reward)
 
 
 def better(reward: float, other: float) -> bool:
-    """Returns True if a reward exceeds another by more than a rounding error."""
+    """Returns True if `reward` is higher than `other` by more than a rounding error."""
     return reward - other > ROUNDING
 
 
@@ -95,25 +113,31 @@ def equal(reward: float, other: float) -> bool:
 @dataclass
 class Pair:
     """A preference between two trajectories of the same task."""
-    kind: str                # which trajectories are compared, for example "expert>target"
+    kind: str                # names both sides, chosen first, for example "expert>target"
     chosen: Trajectory
     rejected: Trajectory
     weight: float = 1.0      # weight of the pair in the DPO term
     sft_weight: float = 0.0  # weight of the chosen trajectory in the SFT term
-    # Each optimiser step on this pair appends log pi(e|u) of the chosen and of the rejected
-    # trajectory, and the margin (see `dpo_loss`).
+    # One entry for each optimiser step on this pair: log pi(e|u) of the chosen trajectory, log
+    # pi(e|u) of the rejected trajectory, and the margin (see `dpo_loss`).
     history: list[tuple[float, float, float]] = field(default_factory=list)
 
 
 @dataclass
 class Group:
-    """The distinct trajectories of a task, and the pairs among them. A step runs one forward pass
-    on each trajectory, however many pairs it is in."""
+    """The trajectories of one task, and the pairs that compare them.
+
+    Each trajectory is stored only once, even if it is in several pairs. An optimiser step therefore
+    needs one forward pass per trajectory, and not one per pair.
+    """
     trajectories: list[Trajectory] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
 
     def add(self, t: Trajectory) -> Trajectory:
-        """Adds a trajectory unless an equal one is stored already, and returns the stored one."""
+        """Adds a trajectory to the group, unless the group already has an equal trajectory.
+
+        Returns the stored trajectory, which is either `t` or the equal trajectory.
+        """
         for stored in self.trajectories:
             if stored == t:
                 return stored
@@ -154,15 +178,17 @@ def token_log_probs(
     Args:
         model: A causal language model.
         trajectories: The batch of trajectories.
-        logits_processor: A function (A, V) -> (A, V). The softmax of its result is the policy pi.
-            By default it only casts the logits to fp32. Methods that train on the sampling
-            distribution, such as GRPO in evolve.py, apply a temperature and a token mask here.
+        logits_processor: A function that maps logits (A, V) to processed logits (A, V). The policy
+            pi is the softmax of the processed logits. By default, the logits are only cast to fp32.
+            Methods that train the sampling distribution, such as GRPO in evolve.py, apply the
+            sampling temperature and mask suppressed tokens here.
 
     Returns:
         The log-probabilities of all trajectories, concatenated, (A,), in nats.
     """
     device = next(model.parameters()).device
-    # With causal attention, no token sees the padding to its right, so no attention mask is needed.
+    # No attention mask is needed: padding is on the right, and attention is causal, so no token
+    # attends to the padding after it.
     ids = pad_right([t.ids for t in trajectories]).to(device)                     # (B, L)
     mask = pad_right([t.action_mask for t in trajectories]).to(device)            # (B, L)
 
@@ -170,8 +196,8 @@ def token_log_probs(
     targets = ids[:, 1:]                                                          # (B, L-1)
     is_action = mask[:, 1:].bool()                                                # (B, L-1)
 
-    # Most tokens belong to the prompt or to observations, so we compute logits only at positions
-    # that predict an action token in at least one trajectory.
+    # Most tokens belong to the prompt or to observations. To save memory, we compute logits only at
+    # the K positions that predict an action token in at least one trajectory of the batch.
     positions = is_action.any(0).nonzero()[:, 0]                                  # (K,)
     logits = logits_at(positions, model, input_ids=ids)                           # (B, K, V)
     logits = logits[is_action[:, positions]]                                      # (A, V)
@@ -187,10 +213,11 @@ def pad_right(sequences: list[Ids]) -> Tensor:
 
 
 def logits_at(positions: Tensor, model, **inputs) -> Tensor:
-    """Computes a model's logits at the same positions in each sequence, (B, K, V).
+    """Computes the logits at the given positions of each sequence in a batch, (B, K, V).
 
-    Some wrappers, such as peft's, hide the option `logits_to_keep`. In that case the logits of all
-    positions take up memory.
+    The option `logits_to_keep` makes the model compute only these logits, which saves memory. Some
+    models do not have the option, and some wrappers hide it, such as peft's. The logits of all
+    positions are then computed, and the others are discarded.
     """
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**inputs, use_cache=False, logits_to_keep=positions).logits
@@ -198,30 +225,42 @@ def logits_at(positions: Tensor, model, **inputs) -> Tensor:
 
 
 def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
-    """Sums token log-probabilities, (A,), into log pi(e|u) of each trajectory, (T,), in float64."""
-    # The index of the trajectory that each action token belongs to: 0, 0, 0, 1, 1, ...
+    """Computes log pi(e|u) of each trajectory, (T,), the sum of its token log-probabilities.
+
+    Args:
+        per_token: The log-probabilities of all action tokens of all trajectories, (A,).
+        trajectories: The trajectories.
+
+    Returns:
+        The sums, (T,), in float64.
+    """
+    # For each action token, the index of its trajectory: 0, 0, 0, 1, 1, ...
     counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
     owners = torch.arange(len(counts)).repeat_interleave(counts).to(per_token.device)  # (A,)
-    # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over the action tokens t_k. The prompt
-    # and the observations are only conditioned on. We sum in fp64, because the rounding error of
-    # hundreds of nats in fp32 is larger than the effect of a late optimiser step.
+    # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over the action tokens t_k. Tokens of the
+    # prompt and of observations are context, and are not part of the sum. We sum in fp64. Sums can
+    # be hundreds of nats, and in fp32 their rounding error would be larger than the change that a
+    # late optimiser step makes.
     zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
     return zeros.index_add(0, owners, per_token.double())
 
 
 # -------------------------------------------------------------------------------------- losses
-# A loss function has the form loss(policy, groups), where `policy` is log pi of all action tokens
-# in the groups, (A,). It returns a dict of sums over the groups, () each, and statistics as a dict
-# {kind of pair: {name: sum}}. The sum named `loss` is trained on. Other sums, such as its terms,
-# are logged. Each row of statistics has a sum named `count`, by which its means are divided.
-# To get means of the losses, `train` divides the sums over a batch by denominator(batch), which is
-# `action_count` for SFT, and `pair_weight` or `pair_count` for Eq. (9).
+# A loss function is called as loss(policy, groups), where `policy` has log pi of all action tokens
+# in the groups, (A,). It returns two dicts:
+# - Losses: scalar tensors, each summed over the groups. The entry `loss` is minimised. All other
+#   entries are only logged, for example the terms of the loss.
+# - Statistics: a dict {kind of pair: {name: sum}}, for logging. The entry `count` is the number of
+#   pairs of this kind. All other sums are divided by `count` to compute means.
+#
+# Losses are sums, so `train` divides them by denominator(batch). The denominator is `action_count`
+# for SFT, and `pair_weight` or `pair_count` for Eq. (9).
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Computes the SFT loss, Eq. (3)-(5), summed over all trajectories in the groups."""
-    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), where the set A contains the tokens of
-    # thoughts and actions.
+    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), where A is the set of the tokens that
+    # belong to thoughts and actions. `policy` has only these tokens.
     return dict(loss=-policy.double().sum()), {}
 
 
@@ -239,15 +278,16 @@ def dpo_loss(
     """Computes the DPO loss, Eq. (7), of each pair.
 
     Args:
-        policy_chosen, policy_rejected: log pi(e|u) of both sides of each pair, (P,) each.
-        reference_chosen, reference_rejected: log pi_ref(e|u) of both sides, (P,) each.
+        policy_chosen, policy_rejected: log pi(e|u) of the chosen and of the rejected trajectory of
+            each pair, (P,) each.
+        reference_chosen, reference_rejected: log pi_ref(e|u) of the same trajectories, (P,) each.
         beta: The factor beta in Eq. (7).
 
     Returns:
         The losses and the margins, (P,) each. The margin is the argument of sigma in Eq. (7).
     """
     # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) ), where e_w is
-    # chosen and e_l is rejected.
+    # the chosen trajectory, and e_l is the rejected trajectory.
     margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
     return -F.logsigmoid(margin), margin
 
@@ -269,13 +309,14 @@ def preference_loss(
         policy: log pi of all action tokens, (A,).
         groups: The tasks. Each of their trajectories must have a reference.
         beta: The factor beta in Eq. (7).
-        lambda_dpo, lambda_sft: The weights of the two terms.
-        log_prob_reduction: "sum" or "mean", the reduction of a trajectory's token
-            log-probabilities in the DPO term.
+        lambda_dpo, lambda_sft: The weights of the DPO term and of the SFT term.
+        log_prob_reduction: "sum" or "mean". In the DPO term, the log-probability of a trajectory is
+            the sum or the mean of its token log-probabilities.
 
     Returns:
-        The sums `loss` and its terms `dpo` and `sft`, which include their lambdas and weights, and
-        the statistics from `pair_statistics`.
+        A dict with the `loss` and its terms `dpo` and `sft`, where loss = dpo + sft. The terms
+        already include the lambdas and the weights of the pairs. The second item is the result of
+        `pair_statistics`.
     """
     trajectories = trajectories_of(groups)
     pi = action_log_probs(policy, trajectories)                                   # (T,)
@@ -298,8 +339,8 @@ def preference_loss(
     preference, margin = dpo_loss(pi_scored[chosen], pi_scored[rejected],
                                   ref_scored[chosen], ref_scored[rejected], beta)  # (P,) each
 
-    # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)]. Both terms are divided by the
-    # same denominator later, to which failure pairs contribute although their SFT term is 0.
+    # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)]. `train` later divides both terms
+    # by the same denominator. This denominator also counts failure pairs, which have no SFT term.
     imitation = -pi[chosen]                                                       # (P,)
     weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
@@ -337,18 +378,19 @@ def pair_statistics(pairs: list[Pair], *columns: Tensor) -> dict:
 
     Args:
         pairs: The pairs.
-        columns: Five tensors, (P,) each: log pi(e|u) of the chosen and of the rejected side, the
-            implicit rewards of both, beta log pi/pi_ref, and the margin from `dpo_loss`.
+        columns: Five tensors, (P,) each: log pi(e|u) of the chosen trajectory and of the rejected
+            trajectory, their two implicit rewards (beta log pi/pi_ref), and the margin from
+            `dpo_loss`.
 
     Returns:
-        A dict {kind of pair: {name: sum}}. The sum named `accuracy` is the number of positive
-        margins.
+        A dict {kind of pair: {name: sum}}. The sum named `accuracy` is the number of pairs with a
+        positive margin.
     """
     sums = defaultdict(Counter)
     rows = torch.stack(columns, 1).tolist()                                       # (P, 5)
     for pair, (w, l, reward_w, reward_l, m) in zip(pairs, rows):
         pair.history.append((w, l, m))
-        # The update method of a Counter adds to its values.
+        # Counter.update adds to the existing values. It does not replace them.
         sums[pair.kind].update(chosen=w, rejected=l, reward_chosen=reward_w,
                                reward_rejected=reward_l, margin=m, count=1, accuracy=m > 0)
     return sums
@@ -366,9 +408,9 @@ def batches(
     """Shuffles the groups in each epoch, and splits them into batches.
 
     Args:
-        groups: The tasks. A task is never split. A task without pairs counts as one pair.
-        size: The maximum number of pairs in a batch. A group with more pairs forms a batch by
-            itself.
+        groups: The groups, one per task. All pairs of a group are in the same batch. A group
+            without pairs, as in SFT, counts as one pair.
+        size: The maximum number of pairs in a batch. A group with more pairs gets its own batch.
         rng: The random number generator for shuffling.
         epochs: The number of epochs.
 
@@ -384,7 +426,10 @@ def batches(
 
 
 def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
-    """Returns True if trajectories have at most `tokens` tokens, padded to the longest of them."""
+    """Returns True if a padded batch of the trajectories has at most `tokens` tokens.
+
+    All trajectories are padded to the length of the longest one.
+    """
     return len(trajectories) * max(len(t.ids) for t in trajectories) <= tokens
 
 
@@ -392,10 +437,13 @@ def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
     """Splits a batch into micro-batches for gradient accumulation.
 
     Args:
-        groups: The batch. A group is never split, so one that does not fit forms a micro-batch by
-            itself. Sorting the groups by length keeps the padding small.
-        fits: A function fits(trajectories) -> bool. It returns True if the activations of these
-            trajectories fit in memory together.
+        groups: The batch. The groups are sorted by length, to reduce padding. A group is never
+            split. If a single group does not fit, it gets its own micro-batch.
+        fits: A function fits(trajectories) -> bool. It returns True if one forward and backward
+            pass over these trajectories fits in memory.
+
+    Returns:
+        The micro-batches. Each of them is a list of groups.
     """
     packed = []
     for group in sorted(groups, key=longest, reverse=True):
@@ -410,9 +458,9 @@ def longest(group: Group) -> int:
 
 
 def chunk_by_cost(items: list, costs: list[float], limit: float) -> list[list]:
-    """Splits items into chunks with a total cost of at most `limit`.
+    """Splits items into consecutive chunks, each with a total cost of at most `limit`.
 
-    An item that costs more than that forms a chunk by itself.
+    If a single item costs more than `limit`, it gets its own chunk.
     """
     chunks = []
     left = 0
@@ -436,10 +484,10 @@ def learning_rates(
     Args:
         steps: The number of optimiser steps.
         peak: The highest learning rate.
-        warmup: The fraction of steps in which the rate rises linearly from 0. The number of these
-            steps is rounded down. transformers rounds it up, with which a phase of one step would
-            have the rate 0.
-        cosine: If true, the rate decays along a cosine after warmup. Otherwise it stays constant.
+        warmup: The fraction of steps used for warmup, in which the rate rises linearly from 0. The
+            number of warmup steps is rounded down. (transformers rounds it up. If a phase has only
+            one step, that step would then have a learning rate of 0.)
+        cosine: If true, the rate follows a cosine decay after warmup. Otherwise it stays constant.
     """
     warmup_steps = int(warmup * steps)
     rates = []
@@ -470,7 +518,8 @@ def train(
 ) -> Iterator[dict]:
     """Trains a model in place.
 
-    This is a generator that takes one optimiser step per item: `for line in dpo.train(...)`.
+    This function is a generator. Training advances only while the caller iterates over it, one
+    optimiser step per item: `for line in dpo.train(...)`.
 
     Args:
         model: A causal language model in fp32 and in evaluation mode.
@@ -478,25 +527,27 @@ def train(
         steps: The batches, one per step.
         rates: The learning rates, one per step.
         loss: A function loss(policy, groups), as described above `sft_loss`.
-        denominator: A function that returns the divisor of a batch's summed loss. It is applied to
-            the whole batch, because means of micro-batches would weight pairs unequally.
-        log_probs: A function such as `token_log_probs`, log_probs(model, trajectories) -> (A,).
-        max_grad_norm: The norm that gradients are clipped to.
-        fits: The limit of a micro-batch, see `micro_batches`.
+        denominator: A function denominator(batch) -> number. The loss of a batch is divided by this
+            number. It is computed for the whole batch, because a separate mean for each micro-batch
+            would give pairs unequal weights.
+        log_probs: A function log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
+        max_grad_norm: The maximum gradient norm (gradient clipping).
+        fits: A function that limits the size of micro-batches, see `micro_batches`.
 
     Yields:
-        A dict {step, loss, terms of the loss, lr, norm, kinds}, where `kinds` maps each kind of
-        pair to {count, means over its pairs}.
+        A dict for each step: step, loss, the terms of the loss, lr, norm (of the gradient before
+        clipping), and kinds. `kinds` maps each kind of pair to the number of its pairs (`count`)
+        and the means of its statistics.
 
     Raises:
-        ValueError: `check_trainable` found a problem.
-        FloatingPointError: The loss or the gradient is not finite. The step has not changed the
-            weights.
+        ValueError: The model or the data cannot be trained, see `check_trainable`.
+        FloatingPointError: The loss or the gradient is not finite. This is raised before the
+            optimiser changes the weights.
     """
     check_trainable(model, steps)
     for module in model.modules():
-        # The pad token may also be the one that ends turns. With padding_idx, it would get no
-        # gradient.
+        # In some models the pad token is also the end-of-turn token. With padding_idx, its
+        # embedding would get no gradient.
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
@@ -512,9 +563,9 @@ def train(
                 total[name] += term.item() / divisor
             for kind, row in statistics.items():
                 sums[kind].update(row)
-        # In data-parallel training each rank backpropagates through its own forward passes only,
-        # and its gradient is multiplied by the number of ranks. Averaging over the ranks then gives
-        # the gradient of the whole batch (see `engine.forward_passes`).
+        # In data-parallel training, each rank backpropagates only through its own forward passes.
+        # Its gradient is multiplied by the number of ranks (see `engine.forward_passes`), so the
+        # average over all ranks is the gradient of the whole batch.
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
         if not math.isfinite(total["loss"] + norm):
@@ -530,7 +581,11 @@ def train(
 
 
 def check_trainable(model, steps: list[list[Group]]) -> None:
-    """Raises ValueError if training would silently have no effect or the wrong effect."""
+    """Checks the model and the data for mistakes that would go unnoticed during training.
+
+    Raises ValueError if the model is in training mode (dropout), if trainable weights are not at
+    least fp32, or if a trajectory has no action tokens.
+    """
     if model.training:
         raise ValueError("the model is in training mode, so dropout changes each forward pass and "
                          "the first DPO loss is not ln 2; use model.eval()")
@@ -552,10 +607,10 @@ def adamw(model, weight_decay: float = 0.0) -> torch.optim.AdamW:
 
 
 def average_gradients(model) -> None:
-    """Averages the gradients over data-parallel ranks, unless FSDP has already done so.
+    """Averages the gradients over data-parallel ranks, unless FSDP has already averaged them.
 
-    Weights that play no part in text, such as those of an image encoder, get a gradient of 0,
-    because all ranks have to reduce the same set of tensors.
+    Weights without a gradient get a gradient of 0, for example the weights of an image encoder,
+    which text does not use. This is necessary because all ranks must reduce the same tensors.
     """
     unsharded = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
     for p in model.parameters():
@@ -569,7 +624,10 @@ def average_gradients(model) -> None:
 
 
 def clip_gradients(model, max_norm: float) -> float:
-    """Clips the gradient to the norm `max_norm`, and returns its norm before clipping."""
+    """Clips the gradient to a total norm of at most `max_norm`.
+
+    Returns the total norm before clipping.
+    """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     if isinstance(norm, DTensor):  # the model is sharded
         norm = norm.full_tensor()
@@ -577,7 +635,7 @@ def clip_gradients(model, max_norm: float) -> float:
 
 
 def means(sums: dict[str, Counter]) -> dict:
-    """Returns a dict that maps each kind of pair to its means and its number of pairs."""
+    """Converts sums into means, for each kind of pair. `count` stays the number of pairs."""
     kinds = {}
     for kind, row in sums.items():
         kinds[kind] = {name: total / row["count"] for name, total in row.items()}
@@ -592,16 +650,16 @@ def add_references(
     log_probs: Callable,
     fits: Callable = fits_in_pass,
 ) -> None:
-    """Computes log pi_ref(e|u) of each trajectory, and stores it there as `reference`.
+    """Computes log pi_ref(e|u) of each trajectory, and stores the value in `t.reference`.
 
-    In bf16, log pi depends slightly on how trajectories are batched, so the first margins are not
-    exactly 0.
+    In bf16, log pi depends slightly on which trajectories are batched together. In the first
+    training step, margins are therefore close to 0, but not exactly 0.
 
     Args:
-        model: The reference pi_ref, with its current weights.
-        groups: The tasks. Each of their trajectories gets a `reference`.
-        log_probs: A function such as `token_log_probs`, log_probs(model, trajectories) -> (A,).
-        fits: The limit of a micro-batch, see `micro_batches`.
+        model: The reference model pi_ref.
+        groups: The groups. Each trajectory in them gets a `reference`.
+        log_probs: A function log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
+        fits: A function that limits the size of micro-batches, see `micro_batches`.
     """
     for micro_batch in micro_batches(groups, fits):
         trajectories = trajectories_of(micro_batch)

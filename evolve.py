@@ -1,49 +1,53 @@
 """CoEvolve: Training LLM Agents via Agent-Data Mutual Evolution (arXiv 2604.15840), in raw PyTorch.
 
-The agent is trained by GRPO, group relative policy optimisation, on a task set D that grows from
-the agent's weaknesses. This is the method in pseudocode, where an assignment is written `<-`:
+The agent is trained with GRPO (group relative policy optimisation) on a task set D. D evolves: new
+tasks are added that target the agent's weaknesses. This is the method in pseudocode, where `<-` is
+an assignment:
 
-    pi   <- the agent after SFT, supervised fine-tuning;   pi_ref <- pi
-    D    <- tasks from unguided exploration, whose solutions are verified, or training tasks
+    pi   <- the agent after SFT (supervised fine-tuning);   pi_ref <- pi
+    D    <- verified tasks from unguided exploration, or tasks of the training split
     for step = 1..T:
         X <- the next B tasks of a shuffled epoch over D
         for each task x in X: play K episodes with pi, and let R_1..R_K be their rewards
             A_k = (R_k - mean R) / (std R + 1e-6)      the advantages; skip x if all R_k are equal
-        for each minibatch of X:                       one update by AdamW
+        for each minibatch of X:                       one AdamW update
             L = - mean over action tokens [ min(rho A, clip(rho, 1 - low, 1 + high) A) - beta k3 ]
-        after every E steps, unless training ends:     one evolution of D
+        after every E steps except the last ones:      one evolution of D
             signals    <- weaknesses: tasks that the agent used to solve (forgetting), tasks that it
                           solves only sometimes (boundary), and action patterns that it rarely
                           uses (rare)
-            picks      <- a few signals of each kind, chosen at random
+            picks      <- a few random signals of each kind
             candidates <- new tasks with solutions, made from exploration of the picked tasks
-            D          <- D and the candidates that are new, and whose solution replays to reward 1
+            D          <- D plus each new candidate whose solution earns reward 1 when replayed
 
-rho is the ratio of pi to the policy that played the episodes, clip limits it to the range from
-1 - low to 1 + high, and k3 estimates the KL divergence from pi_ref, which has the weight beta (see
-`grpo_loss`). T, B, K, E and beta are settings. low and high are the constants CLIP_LOW and
-CLIP_HIGH.
+rho is the probability ratio between pi and the policy that played the episodes. clip limits rho to
+the range from 1 - low to 1 + high. k3 estimates the KL divergence of pi from pi_ref, and beta is
+the weight of this KL term (see `grpo_loss`). T, B, K, E and beta are settings. low and high are the
+constants CLIP_LOW and CLIP_HIGH.
 
-    task        a request to the agent in an environment, known by its id
-    D           the task set that the agent is trained on; D_0 is the set at the start
-    step        one iteration of GRPO: the agent plays tasks of D, then it is trained on them
-    update      one step of the optimiser, on one minibatch of a step's tasks
+    task        a request to the agent in an environment, identified by its id
+    D           the task set that the agent is trained on; D_0 is the initial set
+    step        one GRPO iteration: the agent plays some tasks of D, and is then trained on these
+                episodes
+    update      one optimiser step, on one minibatch of the step's tasks
     task group  the K trajectories of one task in one step, which GRPO compares to each other
-    segment     E steps; its files are in the folder iter<i>/
-    evolution   the growth of D between two segments; it has the number i of the segment before it
+    segment     E steps; segment i writes its files to the folder iter<i>/
+    evolution   the growth of D between two segments; evolution i follows segment i
     candidate   a new task with its solution, made from an explorer's episode (finds.jsonl)
-    proposal    a candidate with a verdict (proposals.jsonl)
+    proposal    a candidate with the verdict "added" or "refused" (proposals.jsonl)
 
 The environment defines what an action pattern is, how an episode becomes a task, and how a solution
-is verified. This code is in `tasks.py` in the environment's folder in `environments/`.
+is verified. This code is in the file `environments/NAME/tasks.py` of the environment NAME.
 
-We only had a summary of the paper and public notes on it, neither its code nor its full text. What
-they leave open is a setting or a named constant, and brackets such as [summary], [notes],
-[AgentEvolver] or [ours] name the source of each value. AgentEvolver is the public code base that
-the paper's code is most likely based on. `docs/mutual.md` lists all departures. The largest are the
-explorer and the time of evolution. The paper's explorer is Qwen3-Max, and reflects on each signal
-first. Here, the explorer is the agent itself, which does not reflect (`lab/chat/explorer.py` has an
-explorer that does). And D evolves after every E steps, not after each training iteration.
+We had only a summary of the paper and public notes about it, not its full text or its code. Each
+choice that they leave open is a setting or a named constant here. A bracket such as [summary],
+[notes], [AgentEvolver] or [ours] names the source of a value. AgentEvolver is the public code base
+that the paper's code is most likely based on.
+
+`docs/mutual.md` lists all differences from the paper. There are two main ones. First, the paper's
+explorer is Qwen3-Max, which reflects on each signal before it explores. Here the explorer is the
+agent itself, without reflection. (`lab/chat/explorer.py` has an explorer that reflects.) Second, D
+evolves after every E steps here, and after each training iteration in the paper.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks only
 """
@@ -81,64 +85,66 @@ from engine.run import Run
 from environments.expert_files import read_experts, tasks_of
 from envs import Environment
 
-# Neither the summary of the paper nor the notes have these numbers. The brackets name the source of
-# each, as they do for the settings at the end of this file.
+# The summary of the paper and the notes do not give these numbers. The bracket after each number
+# names its source, as for the settings at the end of this file.
 
-# The number of tasks in a minibatch, on which one update is run. Tasks without an advantage count,
-# but are left out of the update [AgentEvolver; ours].
+# The number of tasks in a minibatch. There is one update per minibatch. A task without advantages
+# counts towards this number, but the update ignores the task [AgentEvolver; ours].
 MINIBATCH = 8
 # The distances below and above 1 at which the ratio of pi to pi_old is clipped [AgentEvolver].
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 EXPLORER_TEMPERATURE = 1.1  # sampling temperature of the explorer [ours; AgentEvolver: 1]
 EXPLORER_EPISODES = 6       # number of explorer episodes for each pick [ours]
-WINDOW = 5                  # W, the number of earlier groups that forgetting looks at [ours]
-# The percentage theta of a segment's episodes below which an action pattern is rare [ours].
+WINDOW = 5                  # W, number of earlier task groups that `forgetting` checks [ours]
+# The percentage theta. An action pattern is rare if it occurs in less than theta percent of a
+# segment's episodes [ours].
 RARE_BELOW = 2.0
 MOST_NEW_TASKS = 20         # maximum number of tasks that join D in one evolution [ours]
 
 # ------------------------------------------------------------------------------------ the loop
-# Phases read and write files, as in coevolve.py: phase(run, out, *files, **values) writes its
-# output to `out`, a temporary path, and returns numbers for phases.json. In all phases, `task_set`
-# is a list with the file of D, or an empty list before D exists. `signals` is a list with the file
-# of the signals, or an empty list if exploration is unguided. `i` is the number of the segment or
-# of the evolution; evolution 0 makes D_0.
+# Phases work as in coevolve.py. A phase is a function phase(run, out, *files, **values). It reads
+# `files`, writes its output to the temporary path `out`, and returns numbers for phases.json. All
+# phases use these names for their arguments:
+#     task_set    a list with one path, the file of D; an empty list before D exists
+#     signals     a list with one path, the file of signals; an empty list in unguided exploration
+#     i           the number of the segment or of the evolution; evolution 0 makes D_0
 Files = list[Path]
 
 
 def evolve(run: Run, find: Callable | None = None) -> None:
-    """Trains an agent by GRPO on a task set that evolves with it.
+    """Trains an agent with GRPO on a task set that evolves during training.
 
-    The method "grpo" is the same loop without evolution.
+    The method "grpo" uses the same loop, but the task set does not evolve.
 
     Args:
         run: The run.
-        find: The explorer, a function with the arguments and the result of `find_tasks`, which is
-            the default.
+        find: The explorer. It is a function with the same arguments and the same kind of result as
+            `find_tasks`, and `find_tasks` is the default.
     """
     s = run.settings
     once = run.once
     if find is None:
         find = find_tasks
     if s.method == "evolve" or s.start_from == "explore":
-        run.env.task_generator()  # raises Refused before the first phase if there is none
+        run.env.task_generator()  # fail early: raises UsageError if the environment has none
 
-    # 1. Make the agent that training starts from. It is pi_ref in all segments.
+    # 1. Make the initial agent. It also serves as pi_ref in all segments.
     reference = run.base
     if s.warm_start == "sft":
         experts = once("experts.jsonl", collect_experts, *expert_paths(s))
         reference = once("sft-target", train_sft, run.base, experts, name="target")
     evaluate_all(run, {"target": reference}, 0)
 
-    # 2. Make D_0 from the training split, or by exploration that no signal guides.
+    # 2. Make D_0 from the training split, or by unguided exploration (without signals).
     if s.start_from == "train":
         task_set = [once("iter0/tasks.jsonl", first_tasks, i=0)]
     else:
         task_set = [evolution(run, find, reference, task_set=[], signals=[], i=0)]
 
-    # 3. Train for E steps at a time. After each segment but the last, D evolves.
+    # 3. Train one segment of E steps at a time. D evolves after each segment except the last.
     agent = reference
-    plans = []   # the file of the previous plan, which also has the rest of its epoch over D
-    played = []  # one file of trajectories for each segment so far
+    plans = []   # the previous plan's file, which also stores the unused tasks of its epoch over D
+    played = []  # the trajectory files of the segments so far, one per segment
     segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
         steps = min(s.evolve_every, s.grpo_steps - (i - 1) * s.evolve_every)
@@ -161,13 +167,13 @@ def evolution(
     signals: Files,
     i: int,
 ) -> Path:
-    """Makes the next D: finds candidates, judges them, and adds those that pass.
+    """Makes the next D: finds candidates, judges them, and adds the accepted candidates to D.
 
     Args:
         run: The run.
         find: The explorer, see `evolve`.
-        agent: The folder of the agent.
-        task_set, signals, i: The files and the number described at the top of this section.
+        agent: The folder of the agent's model.
+        task_set, signals, i: See the comment at the top of this section.
 
     Returns:
         The file of the new D.
@@ -178,7 +184,7 @@ def evolution(
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -> Path:
-    """Lets the agent itself explore, and makes candidates from its episodes.
+    """Runs the default explorer: the agent itself explores, and its episodes become candidates.
 
     Returns the file of candidates.
     """
@@ -189,8 +195,8 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -
 def by_one_rank(phase: Callable) -> Callable:
     """Decorates a phase so that only the main rank runs it, and all ranks return its numbers.
 
-    An environment may return different results to different ranks, but all ranks must continue in
-    the same way.
+    If every rank ran the phase, the environment could give different results on different ranks.
+    All ranks need the same numbers, because they must take the same next steps.
     """
     @wraps(phase)
     def run_on_main_rank(run, *inputs, **named):
@@ -200,7 +206,7 @@ def by_one_rank(phase: Callable) -> Callable:
 
 
 def rng_of(run: Run, *names) -> random.Random:
-    """Returns a random number generator that depends on the run's seed and these names only."""
+    """Returns a random number generator seeded with the run's seed and the given names."""
     return random.Random(seed_of(run.settings.seed, *names))
 
 
@@ -213,43 +219,45 @@ def rows_of(files: Files) -> list[dict]:
 
 
 def mean(values: list[float]) -> float:
-    """Returns the mean of the values, or 0 if there are none."""
+    """Returns the mean of the values, or 0 if the list is empty."""
     return sum(values) / max(1, len(values))
 
 
 # ---------------------------------------------------------------------------------------- GRPO
-# Shapes: several task groups have A action tokens in total. One group has K trajectories with a
-# action tokens. Tokens are concatenated in the order of groups and trajectories.
+# Shapes: K is the number of trajectories in a task group. Lowercase `a` is the number of action
+# tokens in one group, and `A` is the number of action tokens in a list of groups. Tokens are
+# concatenated in the order of the groups, and in a group in the order of its trajectories.
 
 # The largest log-ratio of two policies, in nats, that is passed to exp [verl]. In fp32, exp
 # overflows at 88.
 MAX_LOG_RATIO = 20.0
-# AdamW's moments are saved unsharded, even if the model is sharded over the ranks.
+# Options for saving and loading AdamW's moments: the checkpoint is unsharded, even if the model is
+# sharded over the ranks.
 UNSHARDED = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
 class TaskGroup(Group):
-    """The trajectories of one task in one step, with the tensors that the GRPO loss needs.
+    """The trajectories of one task in one step, with the values that the GRPO loss needs.
 
-    Each tensor contains the log-probability log pi(t_j|.) of each action token t_j, in nats.
+    Each tensor contains log-probabilities log pi(t_j|.) of all action tokens t_j, in nats.
     """
-    # (K,) The advantage of each trajectory. The list is empty if all rewards are equal, and then
-    # the group has no gradient.
+    # The advantage of each trajectory, (K,). The list is empty if all rewards are equal. The group
+    # is then not trained on, because its gradient would be 0.
     advantages: list[float] = field(default_factory=list)
-    old_log_probs: Tensor | None = None      # (a,) of pi_old, the policy that played the episodes
-    ref_log_probs: Tensor | None = None      # (a,) of pi_ref, the policy before the first step
-    # (a,) These are of pi_old, too, but as the sampler computed them during the episodes. They are
-    # only logged (see `sampler_mismatch`).
+    old_log_probs: Tensor | None = None      # (a,) under pi_old, the policy that played
+    ref_log_probs: Tensor | None = None      # (a,) under pi_ref, the policy before the first step
+    # (a,) Log-probabilities under pi_old that the sampler recorded during the episodes. They are
+    # not used in the loss, only for logging (see `sampler_mismatch`).
     sampler_log_probs: Tensor | None = None
 
 
 def advantages_of(rewards: list[float]) -> list[float]:
-    """Computes the advantage A_k of each of K trajectories.
+    """Computes the advantages A_1..A_K of K trajectories from their rewards.
 
     Returns an empty list if all rewards are equal.
     """
-    if not better(max(rewards), min(rewards)):  # they are equal up to rounding
+    if not better(max(rewards), min(rewards)):  # all rewards are equal up to rounding
         return []
     reward = torch.tensor(rewards, dtype=torch.float64)                           # (K,)
     # A_k = (R_k - mean R) / (std R + 1e-6), where std divides by K - 1, as in verl
@@ -275,14 +283,16 @@ def grpo_loss(
 
     Args:
         policy: log pi(t_j|.) of the policy that is trained, (A,), in nats.
-        groups: The task groups, which all have advantages.
-        clip_low, clip_high: The distances low and high from 1 at which rho_j is clipped.
-        kl: The factor beta of the KL term.
+        groups: The task groups. Each of them must have advantages.
+        clip_low, clip_high: The values low and high. rho_j is clipped to the range from 1 - low to
+            1 + high.
+        kl: The weight beta of the KL term.
 
     Returns:
-        {loss: ()}, and statistics as a dict {name: sums}. `action` contains the number of action
-        tokens, `count`, and how many of them had a clipped ratio. `far` is present only if d_j
-        exceeds MAX_LOG_RATIO at some tokens, and contains their number.
+        A dict with the scalar `loss`, and a dict of statistics {name: counts}. The entry "action"
+        counts the action tokens (`count`), and the tokens with a clipped ratio (`clipped`). The
+        entry "far" counts the tokens at which d_j exceeds MAX_LOG_RATIO. It is absent if there are
+        no such tokens.
     """
     old = torch.cat([group.old_log_probs for group in groups]).to(policy)         # (A,)
     ref = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
@@ -293,8 +303,9 @@ def grpo_loss(
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
 
-    # k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi. Above MAX_LOG_RATIO, we
-    # replace exp(d) by its tangent. It stays finite, and its gradient still pulls pi to pi_ref.
+    # k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi. For d > MAX_LOG_RATIO, we
+    # replace exp(d) with its tangent at MAX_LOG_RATIO. The tangent does not overflow, and its
+    # gradient still pulls pi towards pi_ref.
     d = ref - policy                                                              # (A,)
     bounded = d.clamp(max=MAX_LOG_RATIO)
     exp_d = bounded.exp() * (1 + (d - bounded))
@@ -310,7 +321,10 @@ def grpo_loss(
 
 
 def token_advantages(groups: list[TaskGroup]) -> list[float]:
-    """Returns the advantage of each action token, (A,), which is that of its trajectory."""
+    """Returns the advantage of each action token, (A,).
+
+    All action tokens of a trajectory have the advantage of the trajectory.
+    """
     advantages = []
     for group in groups:
         for t, advantage in zip(group.trajectories, group.advantages):
@@ -327,20 +341,25 @@ def train(
     planned: Path,
     i: int,
 ) -> dict:
-    """Trains the agent for the steps of a segment. Each step plays with the current weights.
+    """Trains the agent for the steps of one segment.
+
+    In each step, the agent first plays episodes with its current weights, and is then trained on
+    these episodes.
 
     Args:
         run: The run.
-        out: The folder of the trained agent. Apart from the model, it contains AdamW's moments,
-            which the next segment continues with, the log, and the segment's trajectories.
+        out: The folder to write. It gets the trained model, AdamW's moments (moments.pt, loaded by
+            the next segment), the training log (train.jsonl), and the segment's trajectories
+            (episodes.jsonl).
         agent: The folder of the agent at the start of the segment.
-        reference: The folder of the agent that is pi_ref.
+        reference: The folder of the reference model pi_ref.
         task_set: The file of D.
         planned: The file with the tasks of each step, see `plan`.
         i: The number of the segment.
 
     Returns:
-        The totals of the segment, and the last step's reward and KL and the size of D.
+        The numbers of episodes, updates (`steps`) and tokens in the segment, the number of tasks in
+        D, and the mean reward and the KL divergence of the last step.
     """
     # 1. Load the policy, pi_ref and the optimiser.
     s = run.settings
@@ -387,7 +406,7 @@ def train(
 def load_moments(model, optimizer, file: Path) -> None:
     """Loads AdamW's moments from the previous segment.
 
-    There are none if no step had an advantage so far, and AdamW then starts from zero moments.
+    The file is empty if no update has been run so far. In that case AdamW starts with zero moments.
     """
     moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if moments:
@@ -395,9 +414,13 @@ def load_moments(model, optimizer, file: Path) -> None:
 
 
 def save_moments(run: Run, model, optimizer, file: Path) -> None:
-    """Saves AdamW's moments. All ranks must call this, because each may have a shard of them."""
+    """Saves AdamW's moments.
+
+    All ranks must call this function, because the moments may be sharded over the ranks.
+    """
     moments = {}
-    # If there was no update yet, get_optimizer_state_dict would run one, to create the moments.
+    # Skip this before the first update, because get_optimizer_state_dict would then run an update
+    # of its own to create the moments.
     if optimizer.state:
         moments = states.get_optimizer_state_dict(model, optimizer, options=UNSHARDED)
     if run.main:
@@ -408,7 +431,7 @@ def save_moments(run: Run, model, optimizer, file: Path) -> None:
 
 
 def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory]:
-    """Plays the episodes of a step, K for each of its tasks.
+    """Plays the episodes of one step, K episodes per task.
 
     Args:
         run: The run.
@@ -437,7 +460,7 @@ def train_step(
     row: dict,
     trajectories: list[Trajectory],
 ) -> dict:
-    """Trains the policy in place on the trajectories that it has just played.
+    """Trains the policy in place on the trajectories that it played in this step.
 
     Args:
         run: The run.
@@ -448,26 +471,27 @@ def train_step(
         trajectories: All trajectories of the step.
 
     Returns:
-        The step's line of the log, see `log_line`.
+        The line of the training log for this step, see `log_line`.
     """
-    # 1. Group the trajectories by task. Those that filled the context are left out [ours], so a
-    # group may have fewer than K.
+    # 1. Group the trajectories by task. Trajectories that filled the context are left out [ours],
+    # so a group may have fewer than K trajectories.
     s = run.settings
     dropped = Counter()
     played = [make_group(episodes) for episodes in by_task(usable(trajectories, dropped)).values()]
     batches = minibatches(played, MINIBATCH, rng_of(run, "grpo", row["step"]))
-    groups = list(itertools.chain(*batches))  # those with advantages
+    groups = list(itertools.chain(*batches))  # the groups with advantages
 
-    # 2. Compute log pi_ref and log pi_old. All log-probabilities, also those in training, are under
-    # the distribution that the sampler draws from: the softmax at its temperature, without the
-    # tokens that it never draws. If these counted, each negative advantage would raise them.
+    # 2. Compute log pi_ref and log pi_old. Here and in training, log-probabilities refer to the
+    # distribution that episodes were sampled from: the softmax at the sampling temperature, where
+    # suppressed tokens have probability 0. Without this mask, each negative advantage would raise
+    # the probabilities of the suppressed tokens.
     sampler = run.encoder.sampler(s.grpo_temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
     if groups:
         store_log_probs(groups, "ref_log_probs", pi_ref, log_probs)
         store_log_probs(groups, "old_log_probs", model, log_probs)
 
-    # 3. Run one update for each minibatch. The loss is the mean over the minibatch's action tokens.
+    # 3. Run one update per minibatch. The loss is the mean over the minibatch's action tokens.
     loss = partial(grpo_loss, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl=s.grpo_kl)
     updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
                              action_count, log_probs, s.max_grad_norm, run.fits))
@@ -482,7 +506,7 @@ def log_line(
     updates: list[dict],
     too_long: int,
 ) -> dict:
-    """Makes the line of the log for one step.
+    """Makes the line of the training log for one step.
 
     Args:
         run: The run.
@@ -493,7 +517,8 @@ def log_line(
         too_long: The number of trajectories that filled the context.
 
     Returns:
-        The line. It contains `far` only if the KL term was linear at some tokens.
+        The line as a dict. It has the entry `far` only if d exceeded MAX_LOG_RATIO at some tokens,
+        see `grpo_loss`.
     """
     scored = summarise(trajectories, run.settings.hard_threshold)
     # The sum of log pi_old - log pi_ref over all trained tokens estimates KL(pi_old || pi_ref).
@@ -521,7 +546,7 @@ def log_line(
 
 
 def make_group(episodes: list[Trajectory]) -> TaskGroup:
-    """Makes the task group of these trajectories, with their advantages."""
+    """Makes a task group from the trajectories of one task, and computes their advantages."""
     rewards = []
     sampled = []
     for t in episodes:
@@ -532,9 +557,10 @@ def make_group(episodes: list[Trajectory]) -> TaskGroup:
 
 
 def minibatches(groups: list[TaskGroup], size: int, rng: random.Random) -> list[list[TaskGroup]]:
-    """Shuffles groups into minibatches of `size` groups, and then removes those without advantages.
+    """Shuffles the groups, splits them into minibatches, and removes groups without advantages.
 
-    A minibatch may therefore be smaller than `size`. One that would be empty is left out.
+    Groups are removed after the split, so a minibatch may have fewer than `size` groups. Empty
+    minibatches are left out.
     """
     batches = []
     for batch in dpo.batches(groups, size, rng):
@@ -551,13 +577,13 @@ def store_log_probs(
     policy,
     log_probs: Callable,
 ) -> None:
-    """Computes a policy's log pi of all action tokens, and stores it in each group.
+    """Computes log pi of all action tokens under a policy, and stores the values in the groups.
 
     Args:
         groups: The task groups.
-        name: The field that takes the values, "ref_log_probs" or "old_log_probs".
-        policy: The model.
-        log_probs: A function log_probs(model, trajectories) -> (A,), the same as in training.
+        name: The field of TaskGroup to store the values in, "ref_log_probs" or "old_log_probs".
+        policy: The policy, a causal language model.
+        log_probs: The same function as in training, log_probs(model, trajectories) -> (A,).
     """
     values = log_probs(policy, dpo.trajectories_of(groups)).cpu()                 # (A,)
     counts = [action_count([group]) for group in groups]
@@ -566,13 +592,15 @@ def store_log_probs(
 
 
 def sampler_mismatch(groups: list[TaskGroup], s: Grpo) -> dict:
-    """Measures how much log-probabilities in training differ from those of the sampler.
+    """Measures the difference between log-probabilities from training and from the sampler.
 
-    Both are of the same policy, so they differ by rounding alone, which is larger in bf16.
+    Both are log-probabilities under pi_old. They differ only because of rounding, and the
+    difference is larger in bf16 than in fp32.
 
     Returns:
-        The mean and the root mean square of the difference, in nats per token, and the fraction of
-        tokens whose ratio this difference alone would clip. The dict is empty without groups.
+        The mean of the difference (`mean`) and its root mean square (`rms`), in nats per token, and
+        the fraction of tokens for which this difference alone would push the ratio out of the clip
+        range (`beyond`). The dict is empty if there are no groups.
     """
     if not groups:
         return {}
@@ -590,33 +618,33 @@ def sampler_mismatch(groups: list[TaskGroup], s: Grpo) -> dict:
 
 
 def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int) -> dict:
-    """Plans the tasks of each step of a segment, from epochs over D that the run's seed shuffles.
+    """Plans which tasks are played in each step of a segment.
 
-    The rest of an epoch continues in the next segment. Tasks that join D enter the next epoch. A
-    step never contains a task twice.
+    Tasks come from shuffled epochs over D. An epoch may continue in the next segment. New tasks of
+    D take part from the next epoch on. A step never contains the same task twice.
 
     Args:
         run: The run.
-        out: The file to write, with one row per step: its tasks, and the rest of the epoch after
-            it (`waiting`).
+        out: The file to write, with one row per step. A row has the step's `tasks`, and the tasks
+            of the epoch that are still unused after the step (`waiting`).
         task_set: The file of D.
-        plans: The file of the previous segment's plan, or an empty list in the first segment.
+        plans: A list with the file of the previous segment's plan. It is empty for segment 1.
         i: The number of the segment.
-        steps: The number of steps in the segment. It is E, or less in the last segment of a run.
+        steps: The number of steps in the segment: E, or fewer in the last segment of a run.
 
     Returns:
         The number of tasks in D.
     """
     s = run.settings
     tasks_of_d = [row["task"] for row in rows_of(task_set)]
-    remaining = rows_of(plans)[-1]["waiting"] if plans else []  # of the epoch, in reverse order
+    remaining = rows_of(plans)[-1]["waiting"] if plans else []  # unused tasks, in reverse order
     rows = []
     first = (i - 1) * s.evolve_every + 1
     for step in range(first, first + steps):
         tasks = []
         while len(tasks) < min(s.step_tasks, len(tasks_of_d)):
             if not remaining:
-                # A new epoch starts. Tasks that are in this step already are moved to its end.
+                # Start a new epoch. Tasks that are already in this step go to the epoch's end.
                 shuffled = rng_of(run, "pass", step).sample(tasks_of_d, len(tasks_of_d))
                 remaining = sorted(shuffled, key=tasks.count, reverse=True)
             tasks.append(remaining.pop())
@@ -626,19 +654,19 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
 
 
 # ----------------------------------------------------------------------------------- the signals
-# s(x), the success rate of a task x in one step, is the mean of y over its task group: y is 1 for a
-# success and 0 for a failure. Each signal is a function that yields rows of signals.jsonl: the
-# task, and conversations as evidence, which an explorer may reflect on.
+# s(x) is the success rate of a task x in one step: the fraction of successes in its task group.
+# Each kind of signal has a function that yields rows of signals.jsonl. A row has the task, and some
+# conversations as evidence. An explorer that reflects on a signal reads this evidence.
 
 
 @dataclass
 class History:
     """The trajectories that the signals of a segment are computed from."""
-    # Each task that was played in the segment, with its latest groups in the order of their steps.
-    # They may come from earlier segments.
+    # A dict that maps each task played in this segment to its latest task groups, oldest first. The
+    # older groups may come from earlier segments.
     groups: dict[str, list[list[Trajectory]]]
     episodes: list[Trajectory]  # all trajectories of the segment
-    # The action patterns in each trajectory of `episodes`.
+    # The set of action patterns of each trajectory in `episodes`, in the same order.
     patterns: list[set[str]] = field(default_factory=list)
 
 
@@ -648,9 +676,10 @@ def success_rate(group: list[Trajectory]) -> float:
 
 
 def evidence(episodes: list[Trajectory]) -> dict:
-    """Returns the conversations of the first failure and the first success.
+    """Returns the conversations of the first failure and the first success among the episodes.
 
-    If the list has no failure, or no success, the entry is None.
+    The entry `failure` is None if there is no failure. The entry `success` is None if there is no
+    success.
     """
     first = dict(failure=None, success=None)
     for t in reversed(episodes):
@@ -663,10 +692,11 @@ def collect_history(segments: Iterable[list[Trajectory]], window: int) -> Histor
 
     Args:
         segments: The trajectories of each segment so far, in the order in which they were played.
-        window: The number W of groups to keep for each task in addition to the latest one.
+        window: The number W. For each task, the latest task group and up to W earlier groups are
+            kept.
 
     Returns:
-        The history of the tasks in the last segment.
+        The history of the tasks that were played in the last segment.
     """
     groups = defaultdict(dict)  # task -> step -> its trajectories
     last = []
@@ -684,8 +714,9 @@ def collect_history(segments: Iterable[list[Trajectory]], window: int) -> Histor
 def forgetting(history: History, s: Evolution) -> Iterator[dict]:
     """Yields the forgotten tasks F, which the agent used to solve.
 
-    In the latest group of such a task, s(x) < 0.5. In at least one of the W groups before it,
-    s(x) >= 0.5. `visits_ago` is the number of groups since the latest of these.
+    A task is forgotten if s(x) < 0.5 in its latest group, and s(x) >= 0.5 in at least one of the W
+    groups before. `visits_ago` counts back to the most recent group with s(x) >= 0.5. It is 1 if
+    that group directly precedes the latest group.
     """
     for task, (*before, now) in history.groups.items():
         if success_rate(now) >= 0.5:
@@ -698,9 +729,9 @@ def forgetting(history: History, s: Evolution) -> Iterator[dict]:
 
 
 def boundary(history: History, s: Evolution) -> Iterator[dict]:
-    """Yields the boundary tasks B, which the same policy both solves and fails.
+    """Yields the boundary tasks B, which the agent solves only sometimes.
 
-    In the latest group of such a task, some of the K episodes succeed, but not all.
+    In the latest group of a boundary task, some of the K episodes succeed, but not all.
     """
     for task, (*_, now) in history.groups.items():
         if 0 < success_rate(now) < 1:
@@ -711,10 +742,11 @@ def boundary(history: History, s: Evolution) -> Iterator[dict]:
 def rare(history: History, s: Evolution) -> Iterator[dict]:
     """Yields the rare action patterns P. A pattern p is rare if 0 < c_p / N < theta / 100.
 
-    N is the number of episodes in the segment, and c_p is the number of those that contain p. c_p
-    must also be at least --rare-min. Only actions that the environment executed form patterns. The
-    episodes that contain p are sorted by reward, lowest first. The first one determines the task,
-    and the evidence is their first failure and their first success.
+    N is the number of episodes in the segment. c_p is the number of episodes that contain p, and
+    must be at least --rare-min. Patterns consist only of actions that the environment executed.
+
+    The episodes that contain p are sorted by reward, lowest first. The signal's task is the task of
+    the first episode. The evidence is the first failure and the first success in this order.
     """
     counts = Counter(itertools.chain(*history.patterns))
     for pattern, count in counts.items():
@@ -733,16 +765,17 @@ SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 
 @by_one_rank
 def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) -> dict:
-    """Finds all signals of a segment, and picks those that are explored.
+    """Finds all signals of a segment, and picks some of them for exploration.
 
-    With --guide random, random tasks are picked instead, and each is a row of the file as well.
+    With --guide random, the same number of random tasks is picked instead. Each picked task is
+    then also a row of the output file, with the signal "random".
 
     Args:
         run: The run.
-        out: The file to write, with one row per signal: its kind, the task, the evidence, and
-            whether it is `picked`.
+        out: The file to write, with one row per signal: its kind (`signal`), the task, the
+            evidence, and the flag `picked`.
         task_set: The file of D.
-        played: The files with the trajectories of each segment so far.
+        played: The trajectory files of the segments so far, one per segment.
         i: The number of the segment.
 
     Returns:
@@ -756,7 +789,8 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     for t in history.episodes:
         history.patterns.append(generator.patterns(t.task, replies(t)))
 
-    # 2. Find the signals of each kind, and shuffle a copy of them, from which they are picked.
+    # 2. Find the signals of each kind. `rows` lists them in sorted order. `shuffled` has the same
+    # signals in random order, for picking.
     rows = []
     shuffled = []
     numbers = {}
@@ -769,7 +803,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
             shuffled.append(rng.sample(signals, len(signals)))
             numbers[kind] = len(signals)
 
-    # 3. Pick signals, or as a control the same number of tasks of D, without the signals.
+    # 3. Pick signals. As a control, --guide random picks the same number of random tasks of D.
     picked = pick(shuffled, s.picks)
     if s.guide == "random":
         pool = [row["task"] for row in task_rows]
@@ -786,17 +820,17 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
 
 
 def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
-    """Picks signals of all kinds, which take turns. No task is picked twice.
+    """Picks signals of each kind in turn (round-robin), at most one signal per task.
 
     Args:
-        kinds: The signals of each kind, in the order in which they should be picked.
+        kinds: One list of signals for each kind, in order of preference.
         limit: The maximum number of picks of each kind.
     """
     picked = {}  # task -> its signal
     queues = [iter(rows) for rows in kinds]
     for _ in range(limit):
         for queue in queues:
-            for row in queue:  # continues after this kind's last pick
+            for row in queue:  # an iterator, so this resumes after the last pick of this kind
                 if row["task"] not in picked:
                     picked[row["task"]] = row
                     break
@@ -804,33 +838,36 @@ def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
 
 
 # ----------------------------------------------------------------------- from signals to tasks
-# Each row of tasks.jsonl is a task of D, in the order in which the tasks joined. In this file,
-# `task_rows` are the rows of D.
+# The file tasks.jsonl contains D, with one row per task, in the order in which the tasks joined D.
+# The variable `task_rows` always holds these rows.
 
-START_EPISODES = 6   # episodes of unguided exploration for each task that D_0 should have [ours]
-LONGEST_TEXT = 1000  # characters in the text of a new task; templates copy agents' words [ours]
+# The number of episodes in unguided exploration is START_EPISODES times --start-tasks [ours].
+START_EPISODES = 6
+# The maximum number of characters in the text of a new task. A limit is needed because the text
+# may copy the agent's own words [ours].
+LONGEST_TEXT = 1000
 
 
 @dataclass
 class Explored(Trajectory):
     """A trajectory of an explorer.
 
-    Its agent is "explorer", and its iteration is the number of the evolution.
+    The field `agent` is "explorer", and the field `iteration` is the number of the evolution.
     """
-    # The kind of signal for which the task was picked, "random" for a random pick, or "start" in
-    # unguided exploration.
+    # Why the task is explored: the kind of its picked signal, "random" for a randomly picked task,
+    # or "start" in unguided exploration.
     signal: str = ""
 
 
 def env_with(run: Run, task_rows: list[dict]) -> Environment:
     """Makes an environment in which all tasks of D can be played.
 
-    Raises Refused if a task would get a different id from the one in the file of D. This happens if
-    somebody has reordered the rows of the file.
+    Raises UsageError if a new task would get a different id than in tasks.jsonl. This happens if
+    somebody has reordered the rows of tasks.jsonl.
     """
     env = run.make_env()
     for row in task_rows:
-        if "definition" in row:  # a new task, which is in no split
+        if "definition" in row:  # a new task, which is not part of any split
             task = env.add(row["definition"])
             if task != row["task"]:
                 raise UsageError(f"tasks.jsonl: task {row['task']} would get the id {task}; "
@@ -839,10 +876,10 @@ def env_with(run: Run, task_rows: list[dict]) -> Environment:
 
 
 def training_tasks(run: Run) -> list[str]:
-    """Returns the ids of the training tasks, without those that the run also evaluates on.
+    """Returns the ids of the training tasks, without tasks that are also used for evaluation.
 
-    The training tasks are those of the file --experts if it is given, and otherwise those of the
-    training split. Raises Refused if none is left.
+    With --experts, the training tasks are the tasks of that file. Otherwise they are the tasks of
+    the training split. Raises UsageError if no task is left.
     """
     s = run.settings
     env = run.env
@@ -863,7 +900,8 @@ def training_tasks(run: Run) -> list[str]:
 def first_tasks(run: Run, out: Path, i: int) -> dict:
     """Makes D_0 from the first training tasks, for --start-from train.
 
-    Returns the number of tasks, and how many are missing from --start-tasks.
+    D_0 has at most --start-tasks tasks. Returns the number of tasks in D_0, and how many fewer this
+    is than --start-tasks.
     """
     limit = run.settings.start_tasks
     tasks = training_tasks(run)[:limit]
@@ -877,13 +915,16 @@ def begin_exploring(
     episodes_per_task: int,
     i: int,
 ) -> list[Explored]:
-    """Returns the episodes that an explorer should play, as trajectories that are still empty.
+    """Returns empty trajectories, one for each episode that the explorer should play.
+
+    With signals, there are EXPLORER_EPISODES episodes for each picked signal. Without signals, the
+    exploration is unguided. It cycles through the training tasks, and has `episodes_per_task` times
+    --start-tasks episodes.
 
     Args:
         run: The run.
-        signals: The file of signals. There are EXPLORER_EPISODES episodes for each picked signal.
-            If the list is empty, exploration is unguided and cycles through the training tasks.
-        episodes_per_task: In unguided exploration, the number of episodes for each task of D_0.
+        signals: A list with the file of signals. It is empty in unguided exploration.
+        episodes_per_task: The factor for the number of episodes in unguided exploration.
         i: The number of the evolution.
     """
     s = run.settings
@@ -902,9 +943,10 @@ def begin_exploring(
 
 
 def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i: int) -> dict:
-    """Lets the agent play the picked tasks again, at a higher temperature than in training.
+    """Explores: the agent plays the picked tasks again, at EXPLORER_TEMPERATURE.
 
-    The agent is not shown why a task was picked. In evolution 0, it plays training tasks instead.
+    The prompt does not tell the agent why a task was picked. In evolution 0 there are no picks, and
+    the agent plays training tasks.
     """
     s = run.settings
     episodes = begin_exploring(run, signals, START_EPISODES, i)
@@ -920,11 +962,14 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
 
 @by_one_rank
 def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> dict:
-    """Makes candidates from the explorer's episodes, in random order.
+    """Makes candidates from the explorer's episodes, and writes them in random order.
 
-    Each row of the file `out` is {signal, source, text, task, solution}. `source` is the id of the
-    explored task, `task` the definition from which the environment makes the new task, `text` the
-    words of its request, and `solution` the replies that solve it.
+    Each row of the output file is one candidate with these entries:
+        signal: The `signal` of the explored trajectory, see `Explored`.
+        source: The id of the explored task.
+        text: The text of the new task's request.
+        task: The definition of the new task, from which the environment creates the task.
+        solution: The replies that solve the new task.
     """
     generator = env_with(run, rows_of(task_set)).task_generator()
     rng = rng_of(run, "propose", i)
@@ -947,11 +992,13 @@ def replies(t: Trajectory) -> list[str]:
 
 @by_one_rank
 def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dict:
-    """Judges the candidates in their order, until the maximum number of them has been accepted.
+    """Judges each candidate in order, and writes it as a proposal.
 
-    The maximum is MOST_NEW_TASKS, or --start-tasks in evolution 0. A candidate becomes a proposal
-    with a `verdict` ("added" or "refused"), its `reason` (null if it was added), and whether its
-    solution was `replayed`.
+    At most MOST_NEW_TASKS candidates are added, or --start-tasks candidates in evolution 0. All
+    later candidates are refused. A proposal has the candidate's entries and three more:
+        verdict: "added" or "refused".
+        reason: The reason for refusing the candidate, or null if the candidate is added.
+        replayed: True if the solution was replayed in the environment.
 
     Args:
         run: The run.
@@ -961,9 +1008,9 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
         i: The number of the evolution.
 
     Returns:
-        The counts that `counts` returns.
+        The result of `counts` for the proposals.
     """
-    # 1. Collect the keys and the texts of the tasks in D, which no new task may repeat.
+    # 1. Collect the keys and the texts of the tasks in D. A new task must not repeat them.
     s = run.settings
     task_rows = rows_of(task_set)
     env = env_with(run, task_rows)
@@ -972,7 +1019,7 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
     texts = [words(row["text"]) for row in task_rows if "text" in row]
     room = MOST_NEW_TASKS if i > 0 else s.start_tasks
 
-    # 2. Judge each candidate. Its solution is replayed only if nothing else refuses it.
+    # 2. Judge each candidate. The solution is replayed last, and only if all other checks pass.
     proposals = []
     for row in read_jsonl(candidates):
         reason = refusal(generator, row, keys, texts, s.near_text)
@@ -992,7 +1039,11 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
 
 
 def counts(proposals: list[dict]) -> dict:
-    """Counts proposals: all, replayed ones, added ones by signal, and refused ones by reason."""
+    """Counts the proposals.
+
+    Returns the number of all proposals, the number of replayed proposals, the number of added
+    proposals for each signal, and the number of refused proposals for each reason.
+    """
     replayed = 0
     refused = Counter()
     added = Counter()
@@ -1012,26 +1063,26 @@ def refusal(
     texts: list[set[str]],
     near_text: float,
 ) -> str | None:
-    """Checks whether a candidate may join D, apart from the replay of its solution.
+    """Checks whether a candidate can join D. The replay of its solution is a separate check.
 
     Args:
         generator: The environment's TaskGenerator.
-        candidate: The row of the candidate, see `abstract`.
+        candidate: The candidate's row, see `abstract`.
         keys: The keys of the tasks in D. Two tasks with the same key are the same task.
-        texts: The set of words of each new task in D.
+        texts: The words of each new task in D, as one set per task.
         near_text: The threshold for near-duplicates. A candidate is refused if the Jaccard
-            similarity of its words to those of another text, |intersection| / |union|, is at least
-            this high.
+            similarity between its words and the words of another new task reaches this threshold.
+            The similarity is the number of shared words divided by the number of all words.
 
     Returns:
-        The reason why the candidate is refused, or None.
+        The reason for refusing the candidate, or None if it passes.
     """
     definition = candidate["task"]
-    if definition is None:  # an explorer model wrote something else
+    if definition is None:  # the explorer model's output could not be parsed as a task
         return "not of the form that was asked for"
     if len(candidate["text"]) > LONGEST_TEXT:
         return "its text is too long"
-    tells = getattr(generator, "tells", None)  # only some generators have it
+    tells = getattr(generator, "tells", None)  # an optional method of a TaskGenerator
     if tells and tells(candidate["text"], candidate["solution"]):
         return "its text tells the solution"
     reason = generator.refusal(definition)
@@ -1051,9 +1102,10 @@ def words(text: str) -> set[str]:
 
 
 def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
-    """Makes the new D, which consists of the old D and the added proposals.
+    """Makes the new D from the old D and the added proposals.
 
-    Returns the number of tasks in D, and of those that joined. Raises Refused if D is empty.
+    Returns the number of tasks in the new D, and the number of tasks that joined. Raises UsageError
+    if the new D is empty.
     """
     task_rows = rows_of(task_set)
     env = env_with(run, task_rows)
@@ -1072,30 +1124,31 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
 
 
 # ------------------------------------------------------------------------------------ settings
-# The comment above a setting is its --help text. The brackets at its end name the source of the
-# default: the summary of the paper, notes on the paper, the configuration of AgentEvolver, or
-# ourselves.
+# The comment above a setting is its --help text. The bracket at the end names the source of the
+# default: [summary] of the paper, [notes] about the paper, the configuration of [AgentEvolver], or
+# our own choice [ours].
 
 SignalNames = types.limited(str, f"must be a comma-separated list of {','.join(SIGNALS)}",
                             lambda text: set(text.split(",")) <= set(SIGNALS))
-# A single episode of a task would have no advantage.
+# A task needs at least two episodes, because an advantage compares an episode with the others.
 AtLeastTwo = types.limited(int, "must be at least 2", lambda n: n >= 2)
-# At temperature 0, all episodes of a task would be equal.
+# The temperature must not be 0, because all episodes of a task would be equal.
 PositiveTemperature = types.limited(float, "must be at least 0.001", lambda x: x >= 0.001)
 Fraction = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
 
 @dataclass(frozen=True)
 class Grpo:
-    """Training by GRPO on the task set D"""
-    # The agent that GRPO starts from: the agent after SFT ("sft"), or the model that --model names
-    # ("none") [ours; notes: none]
+    """Training with GRPO on the task set D"""
+    # The initial agent of GRPO: "sft" first fine-tunes --model on expert trajectories, and "none"
+    # starts from --model directly [ours; notes: none]
     warm_start: Literal["sft", "none"] = "sft"
     # The number T of training steps [notes]
     grpo_steps: types.Growing[types.Count] = 120
-    # The number E of steps in a segment, after which D evolves [notes; summary: each iteration]
+    # The number E of training steps between two evolutions of the task set D (a segment has E
+    # steps) [notes; summary: each iteration]
     evolve_every: types.Count = 10
-    # The number of segments between two evaluate_all [notes: 20 steps]
+    # The number of segments between two evaluations [notes: 20 steps]
     evaluate_every: types.Count = 2
     # The number B of tasks per training step [notes; AgentEvolver]
     step_tasks: types.Count = 32
@@ -1105,7 +1158,7 @@ class Grpo:
     grpo_lr: types.Rate = 1e-6
     # The sampling temperature of training episodes [notes; AgentEvolver]
     grpo_temperature: PositiveTemperature = 0.9
-    # The factor beta of the KL divergence from the agent before the first step [notes;
+    # The weight beta of the KL term, which keeps the policy close to the initial agent [notes;
     # AgentEvolver]
     grpo_kl: types.Weight = 1e-3
 
@@ -1113,16 +1166,16 @@ class Grpo:
 @dataclass(frozen=True)
 class NewTasks(Grpo):
     """The start tasks, and the check of new tasks"""
-    # The source of D_0, the task set at the start: unguided exploration ("explore"), or the
-    # training split ("train") [summary; train: ours]
+    # The source of the initial task set D_0: unguided exploration ("explore"), or the training
+    # split ("train") [summary; train: ours]
     start_from: Literal["explore", "train"] = "explore"
     # The maximum number of tasks in D_0 [notes]
     start_tasks: types.Count = 100
-    # The threshold for near-duplicates: a new task is refused if the Jaccard similarity of its
-    # words to those of another new task is at least this high [AgentEvolver]
+    # The threshold for near-duplicates: a new task is refused if the Jaccard similarity between its
+    # words and the words of another new task reaches this value [AgentEvolver]
     near_text: Fraction = 0.8
-    # Whether a new task must be verified, which means that its solution is replayed in the
-    # environment and earns the full reward [summary]
+    # Verify each new task before it joins D: its solution is replayed in the environment and must
+    # earn the full reward [summary]
     verify: bool = True
 
 
@@ -1131,13 +1184,13 @@ class Evolution(NewTasks, types.Stated):
     """Signals that guide exploration, and the growth of D"""
     # The kinds of signals that guide exploration, separated by commas [summary]
     signals: SignalNames = ",".join(SIGNALS)
-    # The minimum number of episodes of a segment in which a rare pattern must occur [summary;
-    # notes: 2]
+    # The minimum number of episodes in a segment that contain a rare action pattern; patterns in
+    # fewer episodes are ignored [summary; notes: 2]
     rare_min: types.Count = 1
-    # The maximum number of signals of each kind that are picked for exploration [ours]
+    # The maximum number of signals picked for exploration, for each kind of signal [ours]
     picks: types.Count = 8
-    # The tasks that the explorer plays again: those of picked signals ("signals"), or the same
-    # number of random tasks ("random") [summary; random: notes]
+    # The tasks to explore: the tasks of the picked signals ("signals"), or the same number of
+    # random tasks of D ("random") [summary; random: notes]
     guide: Literal["signals", "random"] = "signals"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -1149,7 +1202,7 @@ class Evolution(NewTasks, types.Stated):
 @dataclass(frozen=True)
 class Settings(Evolution, coevolve.Settings):
     """All settings of a run"""
-    # The training method, one of those listed above [the paper]
+    # The training method, one of the methods listed at the top of --help [the paper]
     method: str = "evolve"
 
     essential = (*coevolve.Settings.essential, "warm_start", "grpo_steps", "evolve_every",

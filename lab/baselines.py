@@ -1,12 +1,18 @@
-"""The baselines of arXiv 2511.22254 that need a loop of their own: RFT, DART and PPO.
+"""The baselines RFT, DART and PPO of arXiv 2511.22254.
 
-RFT is rejection-sampling fine-tuning: the agent's successes join the expert trajectories, from
-which an agent is trained by SFT, supervised fine-tuning. DART is RFT with more samples of difficult
-tasks. PPO is proximal policy optimisation, here with one advantage for a whole episode. Sections
-are those of the paper.
+These baselines have their own training loops. The baselines SFT and ETO use the loop in
+`coevolve.py`.
 
-A method is a loop over phases, a tuple of the settings that it reads, and an entry in METHODS. The
-shortest example is `rft`, which has phases of `coevolve.py` and two more.
+    RFT    rejection-sampling fine-tuning: the agent samples episodes, its successes are added to
+           the expert trajectories, and SFT (supervised fine-tuning) is run on all of them
+    DART   RFT with more sampled episodes of difficult tasks
+    PPO    proximal policy optimisation, here with a single advantage for each episode
+
+Section numbers such as [Section 5.1] refer to the paper.
+
+To write a method of your own, write a function that calls phases, and add it to METHODS together
+with the settings that it reads. The shortest example is `rft`. It uses some phases of `coevolve.py`
+and two new ones, `explore_more` and `join_successes`.
 """
 
 from __future__ import annotations
@@ -42,19 +48,19 @@ from envs import Environment
 from evolve import TaskGroup, store_log_probs, token_advantages
 
 PPO_EPOCHS = 2  # number of epochs over the trajectories of an iteration [ours]
-PPO_BATCH = 16  # number of tasks per optimiser step, with all their rollouts [ours]
-PPO_CLIP = 0.2  # distance from 1 at which ratios are clipped [Schulman et al. 2017]
+PPO_BATCH = 16  # batch size in tasks; all rollouts of a task are in the same batch [ours]
+PPO_CLIP = 0.2  # ratios are clipped to the range 1 - 0.2 to 1 + 0.2 [Schulman et al. 2017]
 PPO_KL = 0.05   # weight of the KL divergence from the agent after SFT [ours]
 
 # -------------------------------------------------------------------------------- RFT and DART
 
 
 def rft(run: Run) -> None:
-    """Trains an agent by RFT (Section 5.1), or by DART (Section 5.3).
+    """Trains an agent with RFT (Section 5.1), or with DART (Section 5.3).
 
-    The agent after SFT plays the training tasks. Its successes join the expert trajectories, and
-    the base model is fine-tuned on all of them. With --method dart, tasks in which successes are
-    rare are played more often.
+    The agent after SFT plays the training tasks. Its successes are added to the expert
+    trajectories. Then the base model is fine-tuned on the combined data. With --method dart, the
+    agent plays more episodes of those tasks in which it often fails.
     """
     once = run.once
     experts, agent = train_on_experts(run)
@@ -70,7 +76,7 @@ def rft(run: Run) -> None:
 def train_on_experts(run: Run) -> tuple[Path, Path]:
     """Collects the expert trajectories, trains an agent on them by SFT, and evaluates it.
 
-    Returns the file of expert trajectories, and the folder of the agent.
+    Returns the path of the expert trajectory file, and the folder of the agent's model.
     """
     experts = run.once("experts.jsonl", collect_experts, *expert_paths(run.settings))
     agent = run.once("sft-target", train_sft, run.base, experts, name="target")
@@ -81,21 +87,22 @@ def train_on_experts(run: Run) -> tuple[Path, Path]:
 def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: int) -> dict:
     """Samples additional rollouts for DART.
 
-    The more of a task's first rollouts failed, the more additional rollouts it gets.
+    Difficult tasks, in which many of the first rollouts failed, get more additional rollouts.
 
     Args:
         run: The run.
-        out: The file of trajectories to write.
+        out: The trajectory file to write.
         agent: The folder of the agent's model.
-        played: The file of its first rollouts. The indices of new rollouts continue after theirs.
+        played: The file of the first rollouts. If a task has n first rollouts, the indices of its
+            additional rollouts start at n.
         name: The agent's name.
         i: The iteration.
 
     Returns:
-        The averages over the new trajectories, see `coevolve.summarise`.
+        The metrics of the new trajectories, see `coevolve.summarise`.
     """
     s = run.settings
-    successes = defaultdict(list)  # task -> for each of its rollouts, whether it succeeded
+    successes = defaultdict(list)  # maps each task to a list of bools, one per rollout
     for t in read(played):
         successes[t.task].append(not t.is_failure)
 
@@ -112,12 +119,12 @@ def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: i
 def dart_rollouts(successes: list[bool], budget: int) -> int:
     """Returns the number of additional rollouts of a task.
 
-    Section 5.3 computes a difficulty "based on the fraction of successful rollouts", and multiplies
-    it by the budget N. We read this as N (1 - successes / n), where n is the number of first
-    rollouts, and round it.
+    Section 5.3 computes the difficulty of a task "based on the fraction of successful rollouts",
+    and multiplies it by the budget N. We use round(N (1 - successes / n)), where n is the number of
+    first rollouts of the task. This formula is our reading of the text.
 
     Args:
-        successes: Whether each of the n first rollouts was a success.
+        successes: One bool for each of the n first rollouts, True if the rollout was a success.
         budget: The budget N.
     """
     return round(budget * (1 - sum(successes) / len(successes)))
@@ -130,11 +137,11 @@ def join_successes(run: Run, out: Path, experts: Path, played: list[Path]) -> di
         run: The run.
         out: The file to write.
         experts: The file of expert trajectories.
-        played: The files of the agent's trajectories.
+        played: The agent's trajectory files.
 
     Returns:
-        The number of expert trajectories and of successes that joined them, and of trajectories
-        that did not, by reason.
+        The number of expert trajectories (`experts`), the number of added successes (`successes`),
+        and the number of trajectories that were not added, by reason (`dropped`).
     """
     dropped = Counter()
     of_experts = read(experts)
@@ -147,17 +154,17 @@ def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], droppe
          env: Environment) -> list[Trajectory]:
     """Adds sampled successes to the expert trajectories.
 
-    Trajectories with equal actions are duplicates, even if their thoughts differ. Only the first of
-    them is kept, and expert trajectories take precedence.
+    Two trajectories of a task are duplicates if they have the same actions, even if their thoughts
+    differ. A success is not added if it duplicates an expert trajectory or an earlier success.
 
     Args:
         experts: The expert trajectories.
         sampled: A dict that maps each task to its sampled trajectories.
-        dropped: The counter of trajectories that do not join, by reason.
-        env: The environment, which finds the action in a reply.
+        dropped: A counter of trajectories that are not added, by reason.
+        env: The environment. Its method `action` extracts the action from a reply.
 
     Returns:
-        The expert trajectories, followed by the successes.
+        The expert trajectories, followed by the added successes.
     """
     joined = list(experts)
     known = {task_and_actions(expert, env) for expert in experts}
@@ -169,21 +176,28 @@ def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], droppe
             elif task_and_actions(t, env) in known:
                 dropped["known already"] += 1
             else:
-                # With --protocol eto, agents are shown an example, which experts are not. The
-                # success therefore gets the opening of the expert trajectory.
+                # With --protocol eto, the agent's prompt has an example, but the prompt of expert
+                # trajectories has none. SFT should use the same prompt for both, so we replace the
+                # opening of the success with the opening of the expert trajectory.
                 known.add(task_and_actions(t, env))
                 joined.append(replace(t, messages=openings[t.task] + split_opening(t)[1]))
     return joined
 
 
 def split_opening(t: Trajectory) -> tuple[list[dict], list[dict]]:
-    """Splits a conversation into the messages before the agent's first reply, and the rest."""
+    """Splits a conversation before the agent's first reply.
+
+    Returns the messages before the first reply (the opening), and all other messages.
+    """
     n = first_reply(t.messages, t.turns)
     return t.messages[:n], t.messages[n:]
 
 
 def task_and_actions(t: Trajectory, env: Environment) -> tuple[str, ...]:
-    """Returns a trajectory's task and its actions, with normalised whitespace."""
+    """Returns a tuple with the task and all actions of a trajectory, to detect duplicates.
+
+    Whitespace in the actions is normalised.
+    """
     key = [t.task]
     for message in split_opening(t)[1]:
         if message["role"] == "assistant":
@@ -196,10 +210,11 @@ def task_and_actions(t: Trajectory, env: Environment) -> tuple[str, ...]:
 
 
 def ppo(run: Run) -> None:
-    """Trains an agent by PPO, which "directly optimizes the SFT policy" for the reward.
+    """Trains an agent with PPO, which "directly optimizes the SFT policy" for the reward.
 
-    Section 5.1 says no more about it. Here, the reward comes at the end of an episode, all action
-    tokens of the episode have the same advantage, and there is no value network [ours].
+    Section 5.1 of the paper gives no other details. In our version, the reward is given at the end
+    of an episode. All action tokens of an episode have the same advantage, and there is no value
+    network.
     """
     s = run.settings
     experts, after_sft = train_on_experts(run)
@@ -213,20 +228,22 @@ def ppo(run: Run) -> None:
 
 def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, name: str,
               i: int) -> dict:
-    """Trains an agent by PPO on its own trajectories of one iteration.
+    """Trains an agent with PPO on its own trajectories of one iteration.
 
     Args:
         run: The run.
         out: The folder of the trained agent.
-        agent: The folder of the agent that played.
-        after_sft: The folder of the agent after SFT. The KL term keeps the policy near it.
-        played: The file of the agent's trajectories.
+        agent: The folder of the agent at the start of the iteration, which played the episodes.
+        after_sft: The folder of the agent after SFT. The KL term keeps the policy close to it.
+        played: The agent's trajectory file.
         name: The agent's name.
         i: The iteration.
 
     Returns:
-        The KL divergence from the agent after SFT before this phase, in nats per trajectory, the
-        number of trajectories dropped for each reason, and the numbers that `Run.fit` returns.
+        The result of `Run.fit`, and two more entries. `kl` is the KL divergence between the agent
+        before this training and the agent after SFT, in nats per trajectory. `dropped` is the
+        number of unused trajectories, by reason. If there are no groups, the agent is copied
+        unchanged, and there is no `kl`.
     """
     # 1. Group the rollouts by task.
     s = run.settings
@@ -237,8 +254,9 @@ def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, n
                 f"be compared ({dict(dropped)})")
         return run.copy_agent(agent, out) | dict(dropped=dropped)
 
-    # 2. Compute log pi_SFT and log pi_old. All log-probabilities, also those in training, are under
-    # the distribution that the episodes were sampled from. One model is in memory at a time.
+    # 2. Compute log pi_SFT and log pi_old. Here and in training, log-probabilities refer to the
+    # distribution that episodes were sampled from, which has a temperature and suppressed tokens.
+    # Only one model is in memory at a time.
     sampler = run.encoder.sampler(s.temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
     store_log_probs(groups, "ref_log_probs", run.load(after_sft), log_probs)
@@ -260,7 +278,8 @@ def make_groups(rollouts: dict[str, list[Trajectory]], dropped: Counter) -> list
 
     Args:
         rollouts: A dict that maps each task to its trajectories.
-        dropped: The counter of unused trajectories by reason. A task's only rollout is unused.
+        dropped: A counter of unused trajectories, by reason. If a task has only one rollout, this
+            rollout is not used, because there is no other rollout to compare it with.
     """
     groups = []
     for trajectories in rollouts.values():
@@ -275,8 +294,8 @@ def make_groups(rollouts: dict[str, list[Trajectory]], dropped: Counter) -> list
 def leave_one_out(rewards: list[float]) -> list[float]:
     """Computes leave-one-out advantages: each reward minus the mean of the other rewards.
 
-    This mean is an unbiased baseline (Kool et al. 2019; Ahmadian et al. 2024, who call it RLOO).
-    There must be at least two rewards.
+    The mean of the other rewards is an unbiased baseline (Kool et al. 2019). Ahmadian et al. (2024)
+    call this method RLOO (REINFORCE leave-one-out). It needs at least two rewards.
     """
     total = sum(rewards)
     n = len(rewards)
@@ -285,23 +304,26 @@ def leave_one_out(rewards: list[float]) -> list[float]:
 
 def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
              kl: float) -> tuple[dict, dict]:
-    """Computes PPO's clipped objective with a KL term, summed over the action tokens t_k.
+    """Computes the PPO loss: the clipped objective plus a KL term, summed over action tokens t_k.
 
         L = sum_k  -min(rho_k A_k, clip(rho_k, 1 - clip, 1 + clip) A_k) + kl/2 (log pi/pi_SFT)^2
 
-    The clipped objective is that of Schulman et al. (2017). rho_k = pi(t_k|.) / pi_old(t_k|.) is
-    the ratio of the policy to the one that played, and A_k is the advantage of the trajectory that
-    contains t_k. On samples from pi, the expected gradient of the squared term is the gradient of
-    the tokens' KL(pi || pi_SFT).
+    The clipped objective is from Schulman et al. (2017). rho_k = pi(t_k|.) / pi_old(t_k|.) is the
+    ratio between the policy and pi_old, the policy that played the episodes. A_k is the advantage
+    of the trajectory that contains t_k.
+
+    The KL term is the squared log-ratio. If tokens are sampled from pi, its expected gradient is
+    the gradient of the per-token KL(pi || pi_SFT).
 
     Args:
         policy: log pi(t_k|.) of all A action tokens, (A,), in nats.
-        groups: The task groups, with advantages and log-probabilities of pi_old and of pi_SFT.
-        clip: The distance from 1 at which rho_k is clipped.
+        groups: The task groups. They need advantages, `old_log_probs` (under pi_old) and
+            `ref_log_probs` (under pi_SFT).
+        clip: rho_k is clipped to the range from 1 - clip to 1 + clip.
         kl: The weight of the KL term.
 
     Returns:
-        {loss: ()}, and an empty dict of statistics.
+        A dict with the scalar `loss`, and an empty dict of statistics.
     """
     old = torch.cat([group.old_log_probs for group in groups]).to(policy)         # (A,)
     sft = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
@@ -318,10 +340,10 @@ def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
 @dataclass(frozen=True)
 class Baselines(Stated):
     """DART and PPO"""
-    # The budget N of DART: a task gets N additional rollouts, times the fraction of its first
-    # rollouts that failed [Section 5.3]
+    # The budget N of DART: a task gets N x f additional rollouts, where f is the fraction of
+    # failures among its first rollouts [Section 5.3]
     dart_budget: Whole = 10
-    # The learning rate of PPO, constant after the warmup of --dpo-warmup [ours]
+    # The learning rate of PPO; it stays constant after a linear warmup (see --dpo-warmup) [ours]
     ppo_lr: Rate = 1e-6
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
