@@ -66,10 +66,9 @@ class Run:
         """
         Args:
             settings: The settings of the run.
-            options: The settings that are specific to the environment.
+            options: The environment's own settings.
             keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
-            make_env: A function that creates an environment. The default creates the environment
-                that the settings name.
+            make_env: A function that makes an environment. By default, the settings choose it.
         """
         s = settings
         self.settings = s
