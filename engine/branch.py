@@ -17,8 +17,8 @@ from engine.console import counted
 def take(run, branch: str, now: dict) -> dict:
     """Copies outputs of another run to the folder of a new run.
 
-    These are the outputs that the other run made before OUTPUT. Weight files are hard-linked
-    instead of copied, which takes no disk space.
+    All outputs that the other run made before OUTPUT are copied. Weight files become hard links,
+    which take no disk space.
 
     Args:
         run: The new run.
@@ -122,5 +122,5 @@ def link(source: str, target: str) -> None:
         if not source.endswith((".safetensors", ".pt")):
             raise OSError
         os.link(source, target)
-    except OSError:  # not a weight file, or the file system does not support this hard link
+    except OSError:  # not a weight file, or the target is on another disk
         shutil.copyfile(source, target)

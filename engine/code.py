@@ -78,8 +78,8 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # Some names are in only one of the two dicts. If both versions have the same commit, the
-    # missing name is a file without local changes. Otherwise, the file does not exist there.
+    # A name may be in only one of the two dicts. If both versions have the same commit, the other
+    # version has the file as it was committed. Otherwise, the other version does not have the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 

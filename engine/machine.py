@@ -26,9 +26,9 @@ AUTO = Literal["auto", "on", "off"]
 @dataclass(frozen=True)
 class MachineSettings:
     """The machine: batch sizes, precision and memory"""
-    # Maximum number of parallel episodes on each rank; 0 chooses the number: all that fit in memory
-    # on a GPU, 64 on a CPU with a model below 10 M parameters, 8 on a CPU with a larger model, and
-    # 16 with an API endpoint [ours]
+    # Maximum number of parallel episodes on each rank; 0 means as many as fit in memory on a GPU,
+    # 64 on a CPU with a model below 10 M parameters, 8 on a CPU with a larger model, and 16 with an
+    # API endpoint [ours]
     slots: Free[Whole] = 0
     # Maximum number of tokens in a forward pass on each rank; 0 means 8,192 on a GPU and 1,024 on a
     # CPU [ours]
@@ -45,7 +45,7 @@ class MachineSettings:
 class Machine:
     """The device and the rank of this process, and the settings that depend on the hardware.
 
-    A run has one process per GPU, or a single process on a CPU. Processes are called ranks.
+    A run has one or more processes, which are called ranks. On GPUs, each rank uses one GPU.
     """
 
     def __init__(self, s: MachineSettings):
@@ -102,8 +102,8 @@ class Machine:
     def gather(self, items: list) -> list:
         """Concatenates the lists of all ranks, in the order of the ranks.
 
-        Every rank has to call this, and gets the result when the last one has called it. This may
-        take hours, because episodes differ in length. The timeout is 7 days.
+        Every rank has to call this method. It returns after the last rank has called it. A rank may
+        wait for hours, because some episodes take longer than others. The timeout is 7 days.
         """
         if self.ranks == 1:
             return items
@@ -121,7 +121,8 @@ def rendezvous():
 
     torch may wait up to 30 minutes for all ranks. It waits in C++ code, where Python's signal
     handlers do not run. Therefore SIGINT and SIGTERM get their default handlers, which end the
-    process at once. After 3 seconds, the process prints the address that it is waiting for.
+    process at once. If the ranks have not connected after 3 seconds, the process prints the address
+    that it is waiting for.
 
     Raises UsageError if the ranks cannot connect, or if environment variables such as RANK and
     WORLD_SIZE are incomplete.
@@ -222,7 +223,7 @@ class ModelSizes:
         A layer stores these tensors for its backward pass: the inputs and outputs of two norms,
         four tensors of the gated MLP, the values, the output of attention, and the queries and keys
         before and after their norms and rotations. Some of these tensors share memory, so the sum
-        is multiplied by 0.9. This factor was measured as peak memory on an H100.
+        is multiplied by 0.9. The factor comes from measurements of peak memory on an H100.
         """
         total = 16 * self.hidden + 8 * self.intermediate + 13 * self.queries + 11 * self.keys
         return int(0.9 * total)

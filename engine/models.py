@@ -142,7 +142,7 @@ def is_causal_lm(config) -> bool:
 
 
 def read_full_config(folder):
-    """Returns the config in a folder, see `reset_options`.
+    """Reads the config in a folder, and resets its generation options and optional outputs.
 
     For a multimodal model, the result includes the configs of its image and audio encoders.
     """
@@ -175,8 +175,8 @@ def read_config(folder):
     """
     check_folder(Path(folder))
     config = read_full_config(folder)
-    # For some models, such as BART, get_text_config returns a config of the same type. These are
-    # not multimodal.
+    # For a multimodal model, get_text_config returns a config of another type. For some text-only
+    # models, such as BART, it returns a modified copy of the same type, which is not used here.
     text = config.get_text_config(decoder=True)
     if type(text) is not type(config) and is_causal_lm(text):
         text.tie_word_embeddings |= config.tie_word_embeddings
@@ -188,9 +188,10 @@ def read_config(folder):
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if a folder contains a run or a LoRA adapter instead of a model.
+    """Raises UsageError if a folder contains a run instead of a model, or contains an adapter.
 
-    transformers would ignore the adapter without any message.
+    Adapters, such as LoRA, are not supported. Without this error, the weights of the adapter would
+    be lost without any message.
     """
     if (folder / "phases.json").exists():
         agents = [str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")
@@ -297,7 +298,7 @@ class FusedRMSNorm(torch.nn.Module):
 def fuse_norms(model) -> int:
     """Replaces the RMSNorms of a model with `FusedRMSNorm`, and returns the number of replacements.
 
-    A norm is replaced only if the fused norm computes the same output.
+    A norm is replaced only if the fused norm computes the same output, see `computes_the_same`.
     """
     count = 0
     for parent in [*model.modules()]:
@@ -369,7 +370,7 @@ def parameter_count(config) -> int:
 def layers(model) -> torch.nn.ModuleList:
     """Returns the transformer layers of a model.
 
-    They are found as the ModuleList with the most parameters.
+    A model may have several ModuleLists. The layers are the one with the most parameters.
     """
     largest = None
     most = -1
@@ -439,8 +440,8 @@ def compile_layers(model) -> None:
 def prepare(model, recompute: bool):
     """Prepares a model for training, and returns the model.
 
-    The model is trained in evaluation mode, which turns dropout off. With dropout, the policy and
-    the reference would differ before the first step, and the first DPO loss would not be ln 2.
+    The model is trained in evaluation mode, which turns dropout off. With dropout, the policy would
+    differ from the reference before the first step, so the first DPO loss would not be ln 2.
 
     Args:
         model: The model to prepare. It is changed in place.
@@ -511,7 +512,7 @@ def load_sharded(accelerator, folder, recompute: bool):
     weights = {} if unsharded is None else unsharded.state_dict()
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     states.set_model_state_dict(model, weights, options=options)
-    model.tie_weights()  # `fully_shard` has turned tied weights into separate parameters
+    model.tie_weights()  # tie weights again, because sharding has separated them
     return model
 
 
@@ -553,7 +554,7 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
     options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = states.get_model_state_dict(model, options=options)
     if accelerator.is_main_process:
-        for name in model.all_tied_weights_keys or {}:  # FSDP returns each tied weight twice
+        for name in model.all_tied_weights_keys or {}:  # FSDP would save each tied weight twice
             weights.pop(name, None)
         write(model, encoder, folder, weights)
 
@@ -561,7 +562,7 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
 def check_can_be_saved(model, encoder: Encoder) -> None:
     """Raises UsageError if transformers cannot save this model.
 
-    A run checks this before training, because otherwise the trained weights would be lost.
+    A new run checks this at its start, so that it does not fail after hours of training.
     """
     with TemporaryDirectory() as folder:
         try:

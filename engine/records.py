@@ -15,8 +15,9 @@ from common.files import read_jsonl, write_jsonl
 from common.settings import UsageError
 from dpo import Pair, Trajectory
 
-# The fields and types of a line in a pairs file, of its entries `chosen` and `rejected`, and of a
-# message in a trajectory.
+# The required fields and their types. PAIR_FIELDS is for a line in a pairs file, SIDE_FIELDS for
+# the entries `chosen` and `rejected` of such a line, and MESSAGE_FIELDS for a message in a
+# trajectory.
 PAIR_FIELDS = dict(task=str, kind=str, chosen=dict, rejected=dict, weight=float, sft_weight=float)
 SIDE_FIELDS = dict(agent=str, iteration=int, rollout=int)
 MESSAGE_FIELDS = dict(role=str, content=str)
@@ -138,7 +139,7 @@ def write(run, file: Path, rows: list) -> None:
 
 
 def check_names(run, trajectories: list[Trajectory]) -> None:
-    """Raises UsageError if a new trajectory has the name of another one but different token ids.
+    """Raises UsageError if two trajectories have the same name but different token ids.
 
     Names have to be unique in a run, because pairs files and the run's web page refer to a
     trajectory by its name (see `name_of`).
@@ -165,7 +166,8 @@ def check_names(run, trajectories: list[Trajectory]) -> None:
 def read_ids_by_name(path: Path) -> dict[tuple, list]:
     """Reads the trajectories in the output of a finished phase.
 
-    Returns a dict {name of a trajectory: its token ids}. It is empty if the output has none.
+    Returns a dict {name of a trajectory: its token ids}. The dict is empty if the output contains
+    no trajectories.
     """
     # The output of GRPO is an agent's folder, which contains its trajectories in episodes.jsonl.
     file = path / "episodes.jsonl" if path.is_dir() else path
@@ -177,7 +179,7 @@ def read_ids_by_name(path: Path) -> dict[tuple, list]:
 
 
 def name_of(t: Trajectory) -> tuple:
-    """Returns the name of a trajectory, which identifies it within a run."""
+    """Returns the name of a trajectory, which is unique within a run."""
     return t.task, t.agent, t.iteration, t.rollout
 
 
@@ -196,9 +198,9 @@ def write_pairs(run, file: Path, pairs: list[Pair]) -> None:
 
 
 def named(pair: Pair) -> dict:
-    """Returns the fields that identify a pair: its task, its kind, and its two trajectories.
+    """Returns a dict that identifies a pair: its task, its kind, `chosen` and `rejected`.
 
-    The two trajectories are given as `chosen` and `rejected`, by name and with their rewards.
+    `chosen` and `rejected` contain the name and the reward of a trajectory.
     """
     sides = {}
     for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():

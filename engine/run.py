@@ -2,8 +2,8 @@
 
 The training loops and the phases in `coevolve.py` receive a `Run` object. Its main methods:
 
-- `once` runs a phase, or reuses the phase's output if it already exists. An interrupted run also
-  resumes in this way.
+- `once` runs a phase, or reuses the phase's output if it already exists. This is also how an
+  interrupted run resumes.
 - `load`, `log_probs` and `fit` train a model.
 - `play` runs episodes with a model.
 """
@@ -93,7 +93,7 @@ class Run:
         self.open_folder()
 
     def open_base(self) -> None:
-        """Reads the config and the tokenizer of the base model, but not its weights.
+        """Reads the config and the tokenizer of the base model. The weights are not read here.
 
         Raises UsageError if the model in --model or --failure-from cannot be used.
         """
@@ -115,13 +115,15 @@ class Run:
     def open_folder(self) -> None:
         """Creates the folder of a new run, or opens the existing folder to resume a run.
 
-        Raises UsageError if the folder contains other files, or a run with different settings.
+        Raises UsageError if the folder contains something other than a run, or a run with different
+        settings. Only a few settings may change when a run is resumed, see `check_same`.
         """
         s = self.settings
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
-        self.code = code_now() if self.main else None  # only the main rank records it
+        # Only the main rank writes the code version to config.json.
+        self.code = code_now() if self.main else None
 
         # 1. Create the folder of a new run, and select its backends. A resumed run uses the
         #    backends that are stored in its config.json.
@@ -161,7 +163,7 @@ class Run:
                          if (self.folder / output).exists()}
         self.machine.wait()
 
-        # 4. Write config.json and phases.json, and open the log.
+        # 4. Write config.json and phases.json, and open the metrics log.
         if self.main:
             self.run_config = before  # the current content of config.json
             self.note(settings=before["settings"] | now)
@@ -289,10 +291,10 @@ class Run:
         self.machine.wait()
 
     def record(self, path: Path, temporary: Path, row: dict) -> None:
-        """Moves a finished output to its final path, and adds its record to phases.json and a log.
+        """Moves a finished output to its final path, and writes its record to phases.json.
 
-        A phase writes to a temporary path first. If the phase is interrupted, the final path never
-        contains an incomplete output.
+        A phase writes to a temporary path first. Therefore an interrupted phase never leaves an
+        incomplete output at the final path.
         """
         self.done[self.name] = row
         if self.main:
@@ -353,8 +355,8 @@ class Run:
     ) -> torch.Tensor:
         """Returns log pi of all action tokens of the trajectories, (A,), in nats.
 
-        The result is the same as that of `dpo.token_log_probs`, but it is computed faster: in
-        parallel on all ranks, or with prefix sharing on a CPU.
+        Except for rounding, the result is the same as that of `dpo.token_log_probs`. It is computed
+        faster: in parallel on all ranks, or with prefix sharing on a CPU.
 
         Args:
             model: The model that defines the policy pi.
@@ -373,8 +375,8 @@ class Run:
     def shared_tokens(self) -> int:
         """Maximum number of tokens in a forward pass with prefix sharing.
 
-        It is 4 times the usual maximum, because tokens in a shared prefix are counted once per
-        trajectory but computed only once. Only about a quarter of the tokens are computed.
+        It is 4 times `tokens_per_forward`. The maximum counts a shared prefix once per trajectory,
+        but the prefix is computed only once. About a quarter of the counted tokens are computed.
         """
         return 4 * self.machine.tokens_per_forward
 
@@ -413,7 +415,7 @@ class Run:
             its terms in the first step (for example `first_loss`) and in the last step (`loss`).
         """
         s = self.settings
-        # The check fails if, for example, a user has edited a trajectory file and made a mistake.
+        # The check may fail if, for example, a user has edited a trajectory file.
         with prefix_errors(self.name):
             dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)
@@ -440,7 +442,7 @@ class Run:
     def copy_agent(self, agent: Path, out: Path) -> dict:
         """Copies the folder of an agent without its training logs.
 
-        This replaces training if there is nothing to train the agent on.
+        A phase calls this instead of `fit` if it has no training data for the agent.
         """
         if self.main:
             shutil.copytree(agent, out, ignore=shutil.ignore_patterns("*.jsonl"))
@@ -523,7 +525,10 @@ class Run:
 
 
 def check_edits(run: Run, inputs) -> None:
-    """Raises UsageError if a user has edited an input, and its token ids exceed the vocabulary."""
+    """Raises UsageError if a user has edited an input so that a token id is not in the vocabulary.
+
+    Inputs that were not edited are not checked.
+    """
     edited = [run.folder / output for output, row in run.done.items() if "edited" in row]
     for file in files_in(inputs):
         if file in edited:
@@ -550,9 +555,11 @@ def checked(numbers, out: Path, main: bool) -> dict:
 
 
 def margins_of(steps: list[list[Group]]) -> list[dict]:
-    """Returns one row per pair with its statistics in the first and the last training step.
+    """Returns the rows of margins.jsonl, one per pair.
 
-    The statistics are a list [chosen, rejected, margin] in nats.
+    A row identifies the pair, and has its statistics in the first and in the last optimiser step on
+    the pair. The statistics are log pi of the chosen trajectory, log pi of the rejected trajectory,
+    and the margin from `dpo.dpo_loss`, all in nats.
     """
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():

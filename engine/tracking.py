@@ -109,11 +109,11 @@ def with_trl_names(line: dict) -> dict:
 def valid_name(name: str) -> str:
     """Converts the name of a metric to a name that all experiment trackers accept.
 
-    Such a name has at most 250 characters. They are ASCII letters, digits, `_`, `-`, `.` and `/`.
-    A part between two slashes must not consist of dots only.
+    The result has at most 250 characters. Allowed characters are ASCII letters, digits, `_`, `-`,
+    `.` and `/`. A part between two slashes must not consist of dots only.
 
-    A name may contain percent-encoded characters, because agent names from a user's file are
-    percent-encoded in the name of a phase. They are decoded first.
+    Percent-encoded characters in `name` are decoded first. For example, the name of an agent from a
+    user's file is percent-encoded in the name of a phase.
     """
     name = quote(unquote(name).replace(">", "_over_")).replace("~", "_").replace("%", "_")
     name = re.sub(r"(?<![^/])(\.*)(?![^/])", r"_\1", name)
