@@ -807,16 +807,24 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
                  "all rollouts of a task would be the same; raise it")]
 
 
+def largest_group(s: Settings) -> int:
+    """Returns the number of trajectories of a task: the expert's and all rollouts."""
+    return 1 + len(AGENTS[s.method]) * s.rollouts
+
+
 METHODS = {
     "coevolve": types.Method(
         coevolve, (Common, Preferences, FailureAgent),
-        "a target learns from experts and from a failure agent, which learns as well"),
+        "a target learns from experts and from a failure agent, which learns as well",
+        group=largest_group),
     "eto": types.Method(
         coevolve, (Common, Preferences),
-        "the target alone learns by DPO to prefer experts to its failures (Song et al. 2024)"),
+        "the target alone learns by DPO to prefer experts to its failures (Song et al. 2024)",
+        group=largest_group),
     "positive": types.Method(
         coevolve, (Common, Preferences),
-        "a control: a second agent, trained as in ETO, replaces the failure agent"),
+        "a control: a second agent, trained as in ETO, replaces the failure agent",
+        group=largest_group),
     "sft": types.Method(coevolve, (Common,), "only imitation of the experts"),
 }
 

@@ -1164,8 +1164,9 @@ class Settings(Evolution, coevolve.Settings):
 METHODS = {
     "evolve": types.Method(evolve, (Common, Evolution),
                            "GRPO on a task set that grows from the agent's weaknesses",
-                           beside=True),
-    "grpo": types.Method(evolve, (Common, NewTasks), "GRPO on the start tasks only", beside=True),
+                           beside=True, group=lambda s: s.step_rollouts),
+    "grpo": types.Method(evolve, (Common, NewTasks), "GRPO on the start tasks only", beside=True,
+                         group=lambda s: s.step_rollouts),
 }
 
 

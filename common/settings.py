@@ -113,6 +113,8 @@ class Method(NamedTuple):
     reads: tuple      # the settings that the method reads, as classes or names
     about: str        # description for --help
     beside: bool = False  # True if pi_ref, the reference model, stays in memory during training
+    # A function settings -> the number of trajectories in a task's largest group
+    group: Callable = lambda s: 1
 
 
 @dataclass(frozen=True)

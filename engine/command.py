@@ -61,7 +61,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
 
         # 2. The run.
         method = methods[settings.method]
-        run = run_class(settings, options, method.beside)
+        run = run_class(settings, options, method.beside, method.group(settings))
         gc.freeze()  # otherwise each garbage collection visits all imported objects, 0.2 s
         method.loop(run)
         run.close()

@@ -72,10 +72,15 @@ class Machine:
         if s.tokens_per_forward == 0:
             self.tokens_per_forward = 8192 if gpu else 1024
 
-    def plan(self, s: MachineSettings, config, parameters: int, keeps_reference: bool) -> None:
+    def plan(self, s: MachineSettings, config, parameters: int, keeps_reference: bool,
+             group: int = 1) -> None:
         """Sets the number of CPU threads, and turns on gradient checkpointing if memory is short.
 
-        The arguments are those of `training_bytes`.
+        Args:
+            s: The settings of the run.
+            config, parameters, keeps_reference: The arguments of `training_bytes`.
+            group: The number of trajectories in a task's largest group. The group is never split
+                into micro-batches, so each rank keeps the activations of its share of the group.
 
         Raises UsageError if the model cannot be trained in the memory of these GPUs.
         """
@@ -92,6 +97,7 @@ class Machine:
         problem = check_memory(config, parameters, shards, tokens, keeps_reference)
         if problem:
             raise UsageError(f"--model {s.model}: {problem}")
+        tokens = max(tokens, -(-group // self.ranks) * s.max_tokens)
         needed = sum(training_bytes(config, parameters, shards, tokens, False, keeps_reference))
         self.recompute = is_on(s.gradient_checkpointing, auto=needed > FREE * free_memory())
 

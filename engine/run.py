@@ -61,6 +61,7 @@ class Run:
         settings,
         options,
         keeps_reference: bool = False,
+        group: int = 1,
         make_env: Callable | None = None,
     ):
         """
@@ -68,6 +69,7 @@ class Run:
             settings: The settings of the run.
             options: The environment's own settings.
             keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
+            group: The number of trajectories in a task's largest group.
             make_env: A function that makes an environment. By default, the settings choose it.
         """
         s = settings
@@ -89,7 +91,7 @@ class Run:
         self.splits = {"test": self.env.test_splits, "validation": ("validation",),
                        "all": ("validation", *self.env.test_splits)}[s.eval_splits]
         self.open_base()
-        self.machine.plan(s, self.config, self.parameters, keeps_reference)
+        self.machine.plan(s, self.config, self.parameters, keeps_reference, group)
         self.open_folder()
 
     def open_base(self) -> None:

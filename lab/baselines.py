@@ -336,5 +336,5 @@ METHODS = {
     "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"),
                    "RFT with more rollouts of tasks in which successes are rare"),
     "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup", "ppo_lr"),
-                  "PPO on the agent's own episodes"),
+                  "PPO on the agent's own episodes", group=lambda s: s.rollouts),
 }

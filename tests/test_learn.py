@@ -47,7 +47,7 @@ def read(path, **settings):
     encoder = Encoder(make_tokenizer("chatml"))
     trajectories, dropped = learn.trajectories_in(path, encoder, s.max_tokens)
     return SimpleNamespace(settings=s, encoder=encoder, trajectories=trajectories, dropped=dropped,
-                           main=True, name="", done={}, names={}, print=print)
+                           main=True, name="", done={}, ids_by_name={}, print=print)
 
 
 def made_of(path, tmp_path, **settings):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, MambaConfig, Qwen3Config, RwkvConfig
 
+from engine import machine
 from engine.machine import SLOTS, check_memory, fits_in_fp32, slots_that_fit, training_bytes
 
 H100 = 84.8e9  # bytes
@@ -71,6 +72,19 @@ def test_a_model_that_no_card_holds_is_refused_before_it_is_read(card, ranks, pa
         tokens = int(said.split()[-1])
         assert check_memory(LLAMA2_7B, parameters, ranks, tokens, False) is None
         assert check_memory(LLAMA2_7B, parameters, ranks, tokens + 512, False)
+
+
+@pytest.mark.parametrize("group, ranks, on", [(1, 1, False), (3, 1, True), (3, 4, False)])
+def test_a_group_that_exceeds_a_forward_pass_is_planned_as_a_whole(group, ranks, on, monkeypatch):
+    """A group is one micro-batch, of which each rank keeps ceil(group / ranks) trajectories. On a GPU
+    that holds one pass of 4,096 tokens and no more, gradient checkpointing depends on this."""
+    config, settings = LLAMA2_7B, SimpleNamespace(model="m", max_tokens=4096, gradient_checkpointing="auto")
+    needed = sum(training_bytes(config, 1e9, ranks, 4096, False)) / machine.FREE
+    monkeypatch.setattr(machine, "free_memory", lambda: needed + 1e9)
+    monkeypatch.setattr(machine, "check_memory", lambda *_: None)
+    own = SimpleNamespace(device=SimpleNamespace(type="cuda"), ranks=ranks, shard=True, tokens_per_forward=4096)
+    machine.Machine.plan(own, settings, config, 1e9, False, group)
+    assert own.recompute == on
 
 
 def test_the_self_check_needs_memory_for_fp32():
