@@ -78,11 +78,12 @@ class Machine:
 
         Args:
             s: The settings of the run.
-            config, parameters, keeps_reference: The arguments of `training_bytes`.
-            group: The number of trajectories in a task's largest group. The group is never split
-                into micro-batches, so each rank keeps the activations of its share of the group.
+            config, parameters, keeps_reference: The same arguments as in `training_bytes`.
+            group: The number of trajectories in the largest group of a task. A group is never split
+                into micro-batches. Therefore each rank has to store the activations of its share of
+                the group.
 
-        Raises UsageError if the model cannot be trained in the memory of these GPUs.
+        Raises UsageError if the model is too large to be trained on these GPUs.
         """
         if self.device.type == "cpu" and parameters < SMALL:
             # With such a small model, several threads mostly wait for each other. The same work

@@ -67,10 +67,11 @@ class Run:
         """
         Args:
             settings: The settings of the run.
-            options: The environment's own settings.
+            options: The settings that only this environment has.
             keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
-            group: The number of trajectories in a task's largest group.
-            make_env: A function that makes an environment. By default, the settings choose it.
+            group: The number of trajectories in the largest group, see `Machine.plan`.
+            make_env: A function that creates an environment. The default creates the environment
+                that the settings name.
         """
         s = settings
         self.settings = s
