@@ -1,6 +1,7 @@
-"""--branch RUN@OUTPUT: a new run reuses the outputs of RUN that come before OUTPUT.
+"""The setting --branch RUN@OUTPUT: start a new run from the outputs of an earlier run.
 
-It then continues with today's settings and code. `Run` calls `take` when it opens a new folder.
+The new run copies all outputs of RUN that come before OUTPUT. It makes OUTPUT and all later outputs
+itself, with the current settings and code. `Run.open_folder` calls `take` for a new run.
 """
 
 import os
@@ -14,9 +15,10 @@ from engine.console import counted
 
 
 def take(run, branch: str, now: dict) -> dict:
-    """Copies the outputs that another run made before a given output.
+    """Copies outputs of another run to the folder of a new run.
 
-    Weight files become hard links.
+    All outputs that the other run made before OUTPUT are copied. Weight files become hard links,
+    which take no disk space.
 
     Args:
         run: The new run.
@@ -24,12 +26,12 @@ def take(run, branch: str, now: dict) -> dict:
         now: The settings of the new run.
 
     Returns:
-        The entries of the new config.json: `branch`, which is the origin of the copied outputs, and
-        `taken`, which holds their records.
+        A dict with two entries for config.json. `branch` describes the origin of the copied
+        outputs. `taken` contains their records from the phases.json of the other run.
 
     Raises:
-        UsageError: RUN or OUTPUT does not exist, or the two runs differ in the environment, its
-            options, the model or the view.
+        UsageError: RUN or OUTPUT does not exist, a file that has to be copied does not exist, or
+            the two runs differ in the environment, its options, the model or the view.
     """
     # 1. Read the records of the other run.
     name, _, output = branch.rpartition("@")
@@ -71,7 +73,7 @@ def take(run, branch: str, now: dict) -> dict:
         copy(source / name, run.folder / name)
         taken[name] = row
 
-    # 4. Print and return the origin.
+    # 4. Print and return the origin of the copied outputs.
     settings = list(changes.values())
     run.print(f"{counted(len(taken), 'outputs')} copied from {source}, up to {output}; "
               f"other settings: {', '.join(settings) or 'none'}; "
@@ -79,16 +81,18 @@ def take(run, branch: str, now: dict) -> dict:
     if seed:
         run.print(f"the copied outputs were made with another {seed}; `compare` will not pair this "
                   "run with others of its seed")
-    # A branch of a branch has the seed of its earliest outputs.
+    # If the other run was itself started with --branch, record the seed of the original run, since
+    # that run made the earliest outputs.
     first_seed = config.get("branch", {}).get("seed", config["settings"]["seed"])
     branch = dict(run=str(source), output=output, seed=first_seed, settings=settings, code=code)
     return dict(branch=branch, taken=taken)
 
 
 def differing_settings(before: dict, now: dict) -> dict[str, str]:
-    """Returns the settings that differ, by name, as "name (before -> now)".
+    """Compares the settings of two runs, and returns a dict of those that differ.
 
-    A missing value is shown as "-".
+    Maps the name of a setting to a description such as "beta (0.1 -> 0.2)". If a run does not have
+    the setting, its value is shown as "-".
     """
     changes = {}
     for name in sorted(before.keys() | now.keys()):
@@ -99,8 +103,8 @@ def differing_settings(before: dict, now: dict) -> dict[str, str]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies a file or the folder of an agent."""
-    remove(target)  # it may be incomplete, if the run was interrupted while it copied
+    """Copies an output, which is a file or the folder of an agent."""
+    remove(target)  # an interrupted copy may have left an incomplete target
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, copy_function=link)
@@ -109,10 +113,14 @@ def copy(source: Path, target: Path) -> None:
 
 
 def link(source: str, target: str) -> None:
-    """Makes a hard link to a file of weights, which nobody edits, and copies any other file."""
+    """Makes a hard link to a weight file, or a copy of any other file.
+
+    Users may edit the other files, and an edit must not change the original run. Nobody edits
+    weight files.
+    """
     try:
         if not source.endswith((".safetensors", ".pt")):
             raise OSError
         os.link(source, target)
-    except OSError:  # no file of weights, or the target is on another disk
+    except OSError:  # not a weight file, or the target is on another disk
         shutil.copyfile(source, target)

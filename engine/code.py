@@ -1,6 +1,7 @@
-"""The code version of a run: the git commit, and the files that differ from it.
+"""Records the code version of a run: the git commit, and hashes of files with local changes.
 
-`Run` records both. --branch and `compare` print the files that differ between two runs.
+`Run` stores the code version in config.json. --branch and the command `compare` print which files
+differ between the code versions of two runs.
 """
 
 import hashlib
@@ -9,15 +10,17 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-INSTALLED = r"(^|/)(\.|site-packages/)"  # paths in virtual environments and hidden folders
+# Matches paths in virtual environments and in hidden folders.
+INSTALLED = r"(^|/)(\.|site-packages/)"
 
 
 def code_now() -> dict:
-    """Returns the version of this program's code, {commit, files}.
+    """Returns the current code version of this program as a dict {commit, files}.
 
-    `files` maps the .py files that differ from the commit to their hashes, and deleted files to
-    None. If the program is not in a git repository, `commit` is None, and `files` holds all .py
-    files.
+    `commit` is the hash of the git commit. `files` maps the name of each .py file that was changed
+    or added since the commit to the hash of its content. A deleted file has None instead of a hash.
+
+    If the program is not in a git repository, `commit` is None, and `files` contains all .py files.
     """
     commit = git("rev-parse", "HEAD") if git("ls-files", "coevolve.py") else None
     if commit:
@@ -32,7 +35,10 @@ def code_now() -> dict:
 
 
 def git(*words: str) -> str:
-    """Returns the output of git in the program's folder, or "" if git fails or is not installed."""
+    """Runs a git command in the program's folder, and returns its output.
+
+    Returns "" if the command fails or git is not installed.
+    """
     try:
         result = subprocess.run(["git", "-c", "core.quotePath=off", *words], cwd=ROOT, text=True,
                                 capture_output=True)
@@ -42,7 +48,7 @@ def git(*words: str) -> str:
 
 
 def blob_hash(file: Path) -> str | None:
-    """Returns git's hash of a file's content, or None if the file does not exist."""
+    """Computes the git blob hash of a file. Returns None if the file does not exist."""
     if not file.exists():
         return None
     content = file.read_bytes()
@@ -50,10 +56,15 @@ def blob_hash(file: Path) -> str | None:
 
 
 def code_differences(first: dict | None, second: dict | None) -> list[str]:
-    """Returns the names of the files that differ between two results of `code_now`.
+    """Returns the names of the .py files that differ between two code versions.
 
-    If a run has no such record, or this repository does not have its commit, the list has a single
-    entry with this reason.
+    Args:
+        first, second: Results of `code_now`. The argument is None for a run that has no record of
+            its code.
+
+    Returns:
+        The sorted file names. If the versions cannot be compared, the list contains a single text
+        with the reason: a version is None, or its commit does not exist in this repository.
     """
     if not first or not second:
         return ["(one of the runs has no record of its code)"]
@@ -67,15 +78,16 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # If both commits are equal, an unlisted file is unchanged. Otherwise it does not exist.
+    # A name may be in only one of the two dicts. If both versions have the same commit, the other
+    # version has the file as it was committed. Otherwise, the other version does not have the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 
 
 def hashes_in_commit(commit: str) -> dict[str, str]:
-    """Returns the hashes of the .py files in a commit, by name.
+    """Returns a dict {file name: git blob hash} of all .py files in a commit.
 
-    The result is empty if this repository does not have the commit.
+    The dict is empty if the commit does not exist in this repository.
     """
     files = {}
     for line in git("ls-tree", "-r", commit).splitlines():

@@ -1,6 +1,7 @@
-"""The processes and GPUs of a run, the layout of its work, and estimates of GPU memory.
+"""The processes (ranks) and the device of a run, and estimates of GPU memory.
 
-A run has one `Machine`. Estimates, such as `slots_that_fit`, are computed from a model's config.
+Each process creates one `Machine`, which sets up torch.distributed and chooses the precision. The
+functions for memory, such as `training_bytes` and `slots_that_fit`, use only a model's config.
 """
 
 import os
@@ -25,24 +26,27 @@ AUTO = Literal["auto", "on", "off"]
 @dataclass(frozen=True)
 class MachineSettings:
     """The machine: batch sizes, precision and memory"""
-    # Maximum number of episodes that a rank runs in parallel; 0 for as many as fit in a GPU's
-    # memory, 64 on a CPU with a model below 10 M parameters, 8 on a CPU with a larger one, and 16
-    # with an API endpoint [ours]
+    # Maximum number of parallel episodes on each rank; 0 means as many as fit in memory on a GPU,
+    # 64 on a CPU with a model below 10 M parameters, 8 on a CPU with a larger model, and 16 with an
+    # API endpoint [ours]
     slots: Free[Whole] = 0
-    # Maximum number of tokens in a forward pass on one rank; 0 for 8,192 on a GPU and 1,024 on a
+    # Maximum number of tokens in a forward pass on each rank; 0 means 8,192 on a GPU and 1,024 on a
     # CPU [ours]
     tokens_per_forward: Free[Whole] = 0
-    # Run forward passes and episodes in bf16; "auto" does so on a GPU, except with the model tiny
-    # [ours]
+    # Run training and episodes in bf16; "auto" turns bf16 on if there is a GPU, except with --model
+    # tiny [ours]
     bf16: AUTO = "auto"
     # Recompute the activations of each layer in the backward pass (gradient checkpointing), which
-    # saves memory and takes a quarter more time; "auto" does so on a GPU if training would not fit
-    # in its memory otherwise [ours]
+    # saves memory and takes a quarter more time; "auto" turns it on if training does not fit in the
+    # memory of the GPU without it [ours]
     gradient_checkpointing: Free[AUTO] = "auto"
 
 
 class Machine:
-    """The ranks (processes) of a run, of which this process is one, and the layout of its work."""
+    """The device and the rank of this process, and the settings that depend on the hardware.
+
+    A run has one or more processes, which are called ranks. On GPUs, each rank uses one GPU.
+    """
 
     def __init__(self, s: MachineSettings):
         if s.model != "tiny":
@@ -50,7 +54,9 @@ class Machine:
         gpu = torch.cuda.is_available()
         large = gpu and s.model != "tiny"
         self.bf16 = is_on(s.bf16, auto=large)
-        self.slow_group = None  # process group with a long timeout, since ranks play for hours
+        # A process group for `gather`. Its timeout is long, because one rank may run episodes for
+        # hours longer than another.
+        self.slow_group = None
         with rendezvous():
             self.accelerator = accelerator_of(gpu, self.bf16)
             if self.accelerator.num_processes > 1:
@@ -60,7 +66,7 @@ class Machine:
         self.main = self.accelerator.is_main_process
         self.rank = self.accelerator.process_index
         self.ranks = self.accelerator.num_processes
-        self.shard = self.ranks > 1  # with several ranks, FSDP2 shards a model in training [ours]
+        self.shard = self.ranks > 1  # shard models in training over several ranks, with FSDP2
         self.recompute = s.gradient_checkpointing == "on"
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:
@@ -72,19 +78,22 @@ class Machine:
 
         Args:
             s: The settings of the run.
-            config, parameters, keeps_reference: The arguments of `training_bytes`.
-            group: The number of trajectories in a task's largest group. The group is never split
-                into micro-batches, so each rank keeps the activations of its share of the group.
+            config, parameters, keeps_reference: The same arguments as in `training_bytes`.
+            group: The number of trajectories in the largest group of a task. A group is never split
+                into micro-batches. Therefore each rank has to store the activations of its share of
+                the group.
 
-        Raises UsageError if the model cannot be trained in the memory of these GPUs.
+        Raises UsageError if the model is too large to be trained on these GPUs.
         """
         if self.device.type == "cpu" and parameters < SMALL:
-            # Threads would wait for each other. One takes 1.6 s where several take 3.6 s.
+            # With such a small model, several threads mostly wait for each other. The same work
+            # takes 1.6 s with one thread and 3.6 s with several.
             torch.set_num_threads(1)
         if self.device.type != "cuda" or s.model == "tiny":
             return
         shards = self.ranks if self.shard else 1
-        # A trajectory that exceeds tokens_per_forward has a forward pass of its own.
+        # A trajectory longer than tokens_per_forward gets a separate forward pass, so a forward
+        # pass may have up to max_tokens tokens.
         tokens = max(self.tokens_per_forward, s.max_tokens)
         problem = check_memory(config, parameters, shards, tokens, keeps_reference)
         if problem:
@@ -94,13 +103,14 @@ class Machine:
         self.recompute = is_on(s.gradient_checkpointing, auto=needed > FREE * free_memory())
 
     def wait(self) -> None:
-        """Waits until all ranks have called this."""
+        """Waits until all ranks have called this method."""
         self.accelerator.wait_for_everyone()
 
     def gather(self, items: list) -> list:
-        """Returns the items of all ranks in the order of the ranks.
+        """Concatenates the lists of all ranks, in the order of the ranks.
 
-        One rank may take hours longer than another to get here.
+        Every rank has to call this method. It returns after the last rank has called it. A rank may
+        wait for hours, because some episodes take longer than others. The timeout is 7 days.
         """
         if self.ranks == 1:
             return items
@@ -114,13 +124,15 @@ class Machine:
 
 @contextmanager
 def rendezvous():
-    """Handles signals and errors while the ranks wait for each other to start.
+    """Handles signals and errors while the ranks connect to each other.
 
-    They wait in C++ code, for up to 30 minutes, where no Python signal handler is called. SIGINT
-    and SIGTERM therefore end this process at once.
+    torch may wait up to 30 minutes for all ranks. It waits in C++ code, where Python's signal
+    handlers do not run. Therefore SIGINT and SIGTERM get their default handlers, which end the
+    process at once. If the ranks have not connected after 3 seconds, the process prints the address
+    that it is waiting for.
 
-    Raises UsageError if the ranks do not meet, or the environment variables that describe them are
-    incomplete.
+    Raises UsageError if the ranks cannot connect, or if environment variables such as RANK and
+    WORLD_SIZE are incomplete.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -152,24 +164,25 @@ def print_rendezvous_address() -> None:
 
 
 def is_on(setting: str, auto: bool) -> bool:
-    """Returns True if a setting is "on", or if it is "auto" and `auto` is true."""
+    """Converts a setting "on", "off" or "auto" to a bool. `auto` is the value for "auto"."""
     return auto if setting == "auto" else setting == "on"
 
 
 def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
-    """Returns an Accelerator, which holds the ranks, the device and the precision of a run.
+    """Creates the Accelerator of the run, with the given device type and precision.
 
-    Also sets the options of torch and CUDA that a run on a GPU needs.
+    Also sets global options of torch and CUDA, as explained in the comments below.
     """
-    # With segments of a fixed size, the allocator would leave gaps.
+    # Expandable segments reduce memory fragmentation in the CUDA allocator.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # cuDNN plans its attention anew for each shape, which takes 0.1 s or more. Lengths vary, so
-    # nearly every forward pass in training and every third decode step has a new shape.
+    # Turn off the attention kernels of cuDNN. They need 0.1 s or more to prepare for each new input
+    # shape. Sequence lengths vary, so nearly every forward pass in training and every third decode
+    # step has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # NVIDIA's containers turn on TF32, which is less precise than fp32.
+    # Turn off TF32, which NVIDIA's containers turn on. It is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False
-    # Ignore plugins that a default_config.yaml of accelerate turns on.
+    # Ignore plugins that the user's accelerate config (default_config.yaml) turns on.
     for plugin in "DEEPSPEED", "FSDP", "MEGATRON_LM":
         os.environ.pop(f"ACCELERATE_USE_{plugin}", None)
     timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
@@ -178,17 +191,25 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 
 
 # ------------------------------------------------------------------------- what fits on a GPU
-# These estimates add up the sizes of tensors. docs/large_models.md compares them with the peak
-# memory on an H100.
+# These estimates are sums of tensor sizes. docs/large_models.md compares the estimates with the
+# peak memory that was measured on an H100.
 
-SMALL = 10_000_000  # parameters; a larger model is slow on a CPU even with a small batch [ours]
-FREE = 0.92  # usable fraction of memory; CUDA contexts, NCCL buffers and gaps take the rest
-SLOTS = 128  # maximum; up to here, a larger batch hardly makes a decode step slower [ours]
-ACTING = 0.5  # fraction of positions whose next token is an action token in some row [ours]
+# Models with fewer parameters than this count as small. Larger models are slow on a CPU even with a
+# small batch. The number is our choice.
+SMALL = 10_000_000
+# The fraction of GPU memory that tensors can use. The rest is needed for the CUDA context, NCCL
+# buffers and fragmentation.
+FREE = 0.92
+# The maximum number of parallel episodes on a GPU. Up to this number, a larger batch hardly makes a
+# decode step slower. The number is our choice.
+SLOTS = 128
+# The assumed fraction of positions that need logits. Logits are computed at a position if the next
+# token is an action token in at least one row of the batch. The number is our choice.
+ACTING = 0.5
 
 
 class ModelSizes:
-    """The dimensions of a transformers model."""
+    """The dimensions of a model, read from its transformers config."""
 
     def __init__(self, config):
         text = config.get_text_config()
@@ -196,7 +217,7 @@ class ModelSizes:
         self.layers = text.num_hidden_layers
         self.vocabulary = text.vocab_size
         self.intermediate = getattr(text, "intermediate_size", None) or 4 * self.hidden
-        # The config of a state-space model, such as Mamba, lists no attention heads.
+        # State-space models, such as Mamba, have no attention heads in their config.
         self.heads = getattr(text, "num_attention_heads", None) or 0
         head = getattr(text, "head_dim", None) or self.hidden // max(1, self.heads)
         self.queries = self.heads * head
@@ -204,11 +225,12 @@ class ModelSizes:
 
     @property
     def layer(self) -> int:
-        """Bytes per token that a layer in bf16 stores for its backward pass.
+        """The activation memory of one layer in bf16, in bytes per token.
 
-        These are the inputs and outputs of two norms, four tensors inside a gated MLP, queries and
-        keys with their norms and rotations, values, and the output of attention. Some of them share
-        memory: peaks on an H100 were 0.9 of the sum.
+        A layer stores these tensors for its backward pass: the inputs and outputs of two norms,
+        four tensors of the gated MLP, the values, the output of attention, and the queries and keys
+        before and after their norms and rotations. Some of these tensors share memory, so the sum
+        is multiplied by 0.9. The factor comes from measurements of peak memory on an H100.
         """
         total = 16 * self.hidden + 8 * self.intermediate + 13 * self.queries + 11 * self.keys
         return int(0.9 * total)
@@ -222,30 +244,33 @@ def training_bytes(
     recompute: bool,
     keeps_reference: bool = False,
 ) -> tuple[float, float]:
-    """Estimates the memory that training takes on each GPU.
+    """Estimates the memory that training needs on each GPU.
 
     Args:
         config: The config of the model.
-        parameters: The number of its parameters.
-        ranks: The number of GPUs that it is sharded over.
+        parameters: The number of parameters of the model.
+        ranks: The number of GPUs that the model is sharded over.
         tokens: The number of tokens in a forward pass.
         recompute: Whether gradient checkpointing is on.
         keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
 
     Returns:
-        The bytes of the states, which are weights, gradients and AdamW's two moments in fp32, and
-        pi_ref, and the bytes of the activations of a forward pass.
+        Two numbers of bytes. The first is the size of the model states: weights, gradients and the
+        two AdamW moments in fp32, and the reference model if it stays in memory. The second is the
+        size of the activations of one forward pass.
     """
     size = ModelSizes(config)
     states = (20 if keeps_reference else 16) * parameters / ranks
     stream = 2  # bytes per number in the residual stream
-    if ranks == 1:  # autocast caches a bf16 copy of the weights, and the residual stream is fp32
+    # Without FSDP2, the model runs under autocast. It caches a bf16 copy of the weights, and the
+    # residual stream is in fp32.
+    if ranks == 1:
         states += 2 * parameters
         stream = 4
     token = stream * size.hidden * size.layers + size.layer
     if not recompute:
         token = size.layer * size.layers
-    token += 10 * ACTING * size.vocabulary  # logits in bf16, in fp32, and their gradient
+    token += 10 * ACTING * size.vocabulary  # logits in bf16 and in fp32, and the fp32 gradient
     return states, token * tokens
 
 
@@ -256,9 +281,15 @@ def check_memory(
     tokens: int,
     keeps_reference: bool,
 ) -> str | None:
-    """Returns None if GPUs like this one can train a model and hold its inference copy.
+    """Checks that a model can be trained on GPUs of this size, and that an inference copy fits.
 
-    Otherwise it returns the reason and a remedy. The arguments are those of `training_bytes`.
+    The memory is computed with gradient checkpointing, which needs the least memory.
+
+    Args:
+        config, parameters, ranks, tokens, keeps_reference: The arguments of `training_bytes`.
+
+    Returns:
+        None if the memory is large enough. Otherwise a message with the problem and a remedy.
     """
     memory = torch.cuda.get_device_properties(0).total_memory
     setup = f"{parameters / 1e9:.2f} B parameters on {ranks} x {memory / 1e9:.0f} GB: "
@@ -278,7 +309,7 @@ def check_memory(
 
 
 def free_memory() -> int:
-    """Returns the number of free bytes on this process's GPU."""
+    """Returns the free memory on the GPU of this process, in bytes."""
     free, _ = torch.cuda.mem_get_info()
     return free
 
@@ -290,39 +321,50 @@ def slots_that_fit(
     bf16: bool = True,
     prefill_tokens: int = 4096,
 ) -> int:
-    """Returns the number of episodes that a GPU can run in parallel, once the model is loaded.
+    """Returns the number of episodes that a GPU can run in parallel, at most SLOTS.
 
     Args:
         config: The config of the model.
-        free: The number of free bytes on the GPU.
-        tokens: The maximum number of tokens in a conversation. The KV cache is padded, so every row
-            takes the memory of the longest one.
-        bf16: Whether the model runs in bf16. Otherwise it runs in fp32.
-        prefill_tokens: The number of tokens in a prefill pass, over all conversations.
+        free: The free memory on the GPU in bytes, after the model was loaded.
+        tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
+            takes as much memory as the longest episode in the batch.
+        bf16: Whether the model runs in bf16. If False, it runs in fp32.
+        prefill_tokens: The maximum total number of tokens in a prefill pass, summed over episodes.
     """
     size = ModelSizes(config)
     number = 2 if bf16 else 4  # bytes per number
-    # A prefill needs the activations of one layer, and an integer mask over all cache slots.
+    # A prefill pass needs memory for the activations of one layer, and for an integer attention
+    # mask over all cache slots.
     layer = number * (6 * size.hidden + 3 * size.intermediate)
     prefill = prefill_tokens * (layer + 12 * tokens)
-    # Each row needs keys and values of all layers, and the logits that a token is sampled from.
+    # Each episode is a row of the batch. A row needs memory for the keys and values of all layers,
+    # and for the logits that the next token is sampled from.
     row = number * 2 * size.layers * size.keys * tokens + 32 * size.vocabulary
     return max(1, min(SLOTS, int((FREE * free - prefill) / row)))
 
 
 def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
-    """Returns True if a GPU has memory for the self-check, in fp32, with sequences of `tokens`."""
-    # CUDA has no fused attention in fp32, so the attention scores of all heads of three sequences
-    # are in memory, in three copies.
+    """Returns True if the numerical self-check of a model fits in the memory of a GPU.
+
+    The self-check runs in fp32.
+
+    Args:
+        config: The config of the model.
+        parameters: The number of parameters of the model.
+        free: The free memory on the GPU in bytes.
+        tokens: The length of the longest test sequence.
+    """
+    # CUDA has no fused attention kernel in fp32, so the attention scores are stored. There are
+    # three sequences in a batch, and three copies of the scores of each head.
     scores = 3 * 3 * ModelSizes(config).heads * tokens ** 2 * 4
     return 4 * parameters + scores < FREE * free
 
 
 def check_torch() -> None:
-    """Raises UsageError if this torch cannot use the machine's GPUs.
+    """Raises UsageError if the machine has a GPU, but the installed torch cannot use it.
 
-    A run would otherwise train on the CPU for weeks without any message. An empty
-    CUDA_VISIBLE_DEVICES selects the CPU on purpose.
+    Without this error, torch would silently train on the CPU, which takes weeks. To train on the
+    CPU on purpose, set CUDA_VISIBLE_DEVICES to an empty string.
     """
     has_gpu = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
     wants_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") != ""

@@ -1,7 +1,10 @@
-"""Reads causal language models, prepares them for training, sharded or unsharded, and saves them.
+"""Loads causal language models for training and for inference, and saves them.
+
+A model is trained on one process, or sharded over several with FSDP2. On a GPU, RMSNorms are
+replaced with fused kernels, and large models are trained with compiled layers.
 
 `Run.load` calls `load`, `Run.inference_copy` calls `read_model` and `make_inference_copy`, and
-`Run.fit` calls `save`. On a GPU, norms are fused, and the layers of large models are compiled.
+`Run.fit` calls `save`.
 """
 
 import gc
@@ -32,35 +35,39 @@ from common.files import read_json, write_json
 from common.settings import UsageError
 from engine.chat import Encoder, first_line
 
-# Models with at least this many parameters train with compiled layers. On an H200, DPO at 1.7 B
-# processes 33,772 tokens/s with fused norms and compiled layers, 25,080 with fused norms alone, and
-# 20,318 with neither. Compiling makes the first phase 45 s longer. A second phase, which loads a
-# model anew, compiles nothing. At 0.6 B, compiled forward and backward passes are only 1.07 times
-# as fast.
+# The minimum number of parameters for torch.compile. Smaller models are trained without it.
+# Speed of DPO with a 1.7 B model on an H200: 33,772 tokens/s with fused norms and compiled layers,
+# 25,080 tokens/s with fused norms only, and 20,318 tokens/s with neither. Compiling takes 45 s in
+# the first phase that trains a model. Later phases reuse the compiled code. Smaller models gain
+# little: at 0.6 B, compiled forward and backward passes are only 1.07 times as fast.
 COMPILED = 1_000_000_000
-MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}  # name -> folder, or a function returning it
-# Names of weights that the log-probabilities of text do not depend on. They belong to heads for
-# multi-token prediction, to value heads, and to the image and audio encoders of multimodal models.
+# Short names for --model. Maps a name to a folder, or to a function that returns a folder.
+MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}
+# Matches the names of weights that do not affect the log-probabilities of text: heads for
+# multi-token prediction, value heads, and image and audio encoders of multimodal models. A
+# checkpoint may contain such weights, although the causal LM has no use for them.
 UNUSED_WEIGHTS = re.compile(
     r"(^|\.)(mtp|v_head|value_head|vision|visual|vq|image|audio|multi_modal)")
 
 
 def folder_of(model: str) -> Path:
-    """Returns the folder of a model, or its name on the Hugging Face Hub as a path."""
+    """Returns the folder of a model. For a model on the Hugging Face Hub, returns Path(name)."""
     folder = MODELS.get(model, model)
     return Path(folder() if callable(folder) else folder)
 
 
 def read(kind, folder, **options):
-    """Returns kind.from_pretrained(folder, **options). Raises UsageError if that fails.
+    """Calls `kind.from_pretrained(folder, **options)` and returns its result.
 
-    Code in the folder is never run. If `folder` is a name on the Hub, all reads of a process use
-    the same commit.
+    Python code in the folder is never executed (trust_remote_code=False). If `folder` is a name on
+    the Hub, this process reads all files of the model from the same commit.
+
+    Raises UsageError if from_pretrained fails.
     """
     options |= dict(trust_remote_code=False, revision=commit_of(str(folder)) or "main")
     try:
         return kind.from_pretrained(str(folder), **options)
-    except Exception as error:  # safetensors and tokenizers raise classes of their own
+    except Exception as error:  # safetensors and tokenizers define their own exception classes
         raise UsageError(f"--model {folder}: {first_line(error)}; give a name on the Hub that can "
                          "be reached, or a folder with the config, weights and tokenizer of a "
                          "causal LM") from None
@@ -68,7 +75,7 @@ def read(kind, folder, **options):
 
 @contextmanager
 def named(flag: str):
-    """Replaces --model by another flag in the message of a UsageError."""
+    """Replaces "--model" with another flag, such as --failure-from, in a UsageError's message."""
     try:
         yield
     except UsageError as error:
@@ -77,33 +84,42 @@ def named(flag: str):
 
 @cache
 def print_once(text: str) -> None:
-    """Prints a line once per process, on the main rank only."""
+    """Prints a line on the main rank. Later calls with the same text print nothing."""
     if os.environ.get("RANK", "0") == "0":
         tqdm.write(text)
 
 
 def file_of(folder, name: str) -> str | None:
-    """Returns the path of a model's file, or None if neither the folder nor the Hub has it."""
+    """Returns the local path of a model's file, which is downloaded if the model is on the Hub.
+
+    Returns None if the model has no such file.
+    """
     return cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False,
                        _raise_exceptions_for_connection_errors=False)
 
 
 @cache
 def commit_of(name: str) -> str | None:
-    """Returns the commit of a model on the Hub when it was first read, or None for a folder."""
+    """Returns the commit hash of a model on the Hub, or None if `name` is a local folder.
+
+    The result is cached, so this process uses the same commit even if the model is updated.
+    """
     if Path(name).is_dir():
         return None
     try:
         return extract_commit_hash(file_of(name, "config.json"), None)
-    except (OSError, ValueError):  # the Hub does not have it either; `read` raises an error
+    except (OSError, ValueError):  # no such model on the Hub; `read` raises the UsageError later
         return None
 
 
 def read_tokenizer(folder):
-    """Returns the tokenizer that a folder's tokenizer.json defines.
+    """Returns the tokenizer that is defined by the tokenizer.json in a folder.
 
-    AutoTokenizer would rebuild it from the name of its class instead. Special tokens are recognised
-    in a text even if the folder turns this off.
+    AutoTokenizer is not used, because it may build a different tokenizer, based on the class name
+    in tokenizer_config.json. Special tokens in a text are always encoded as special tokens, even if
+    the folder's config sets split_special_tokens.
+
+    Raises UsageError if tokenizer.json is missing.
     """
     if not file_of(folder, "tokenizer.json"):
         raise UsageError(f"--model {folder}: tokenizer.json is missing; copy it from the base "
@@ -116,7 +132,7 @@ def read_tokenizer(folder):
 
 
 def read_encoder(folder) -> Encoder:
-    """Returns the encoder of the model in a folder, which turns messages into token ids."""
+    """Returns the `Encoder` for the model in a folder. It converts messages to token ids."""
     vocabulary_size = read_config(folder).get_text_config().vocab_size
     return Encoder(read_tokenizer(folder), vocabulary_size)
 
@@ -126,16 +142,20 @@ def is_causal_lm(config) -> bool:
 
 
 def read_full_config(folder):
-    """Returns the config in a folder, without options for generation and additional outputs."""
+    """Reads the config in a folder, and resets its generation options and optional outputs.
+
+    For a multimodal model, the result includes the configs of its image and audio encoders.
+    """
     config = read(transformers.AutoConfig, folder)
     reset_options(config)
     return config
 
 
 def reset_options(config) -> None:
-    """Resets options for generation and additional outputs in a config and in its nested configs.
+    """Resets generation options and optional outputs in a config and in its nested configs.
 
-    A model could not be saved with a temperature or with output_attentions, for example.
+    Examples are `temperature` and `output_attentions`. With such options in its config,
+    transformers refuses to save the model after training.
     """
     config.return_dict = True
     for name in config._get_generation_parameters():
@@ -148,10 +168,16 @@ def reset_options(config) -> None:
 
 
 def read_config(folder):
-    """Returns the config in a folder. For a multimodal model, it is the config of the causal LM."""
+    """Returns the config of the causal LM in a folder.
+
+    For a multimodal model, this is the nested config of its language model. Raises UsageError if
+    the folder does not contain a causal LM.
+    """
     check_folder(Path(folder))
     config = read_full_config(folder)
-    text = config.get_text_config(decoder=True)  # for BART, for example, a copy with other names
+    # For a multimodal model, get_text_config returns a config of another type. For some text-only
+    # models, such as BART, it returns a modified copy of the same type, which is not used here.
+    text = config.get_text_config(decoder=True)
     if type(text) is not type(config) and is_causal_lm(text):
         text.tie_word_embeddings |= config.tie_word_embeddings
         return text
@@ -162,7 +188,11 @@ def read_config(folder):
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if a folder is a run, or has an adapter, which would silently be lost."""
+    """Raises UsageError if a folder contains a run instead of a model, or contains an adapter.
+
+    Adapters, such as LoRA, are not supported. Without this error, the weights of the adapter would
+    be lost without any message.
+    """
     if (folder / "phases.json").exists():
         agents = [str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")
                   if file.parent != folder]
@@ -176,20 +206,21 @@ def check_folder(folder: Path) -> None:
 
 
 def positions_of(config) -> float:
-    """Returns the number of positions in a model's config, or infinity if it sets no number."""
+    """Returns max_position_embeddings of a config, or infinity if the config does not set it."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return positions if positions > 0 else math.inf
 
 
 def read_model(folder, dtype=torch.float32, device="cpu"):
-    """Reads the causal LM in a folder.
+    """Reads the causal LM in a folder, with its weights. On a GPU, its norms are fused.
 
-    On a GPU, its norms are fused.
+    transformers initialises missing weights at random and ignores unknown weights. Both are errors
+    here.
 
     Raises:
-        UsageError: There is no causal LM, its file lacks weights, which transformers would
-            initialise at random, or has weights that the model does not use, which transformers
-            would drop.
+        UsageError: The folder has no causal LM, or the checkpoint lacks weights of the model, or it
+            contains weights that the model does not have. Weights that match UNUSED_WEIGHTS are
+            allowed.
     """
     # 1. Read the weights, and check that they are complete.
     collect()
@@ -210,7 +241,7 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
         print_once(f"--model {folder}: {len(unused)} weights are not used, such as {min(unused)}; "
                    "no log-probability of text depends on them")
 
-    # 2. Extract the language model from a multimodal model, such as Gemma 3.
+    # 2. If the model is multimodal, such as Gemma 3, extract its language model.
     config = read_config(folder)
     if type(model.config) is not type(config):
         text = empty_model(config, dtype)
@@ -223,11 +254,12 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
                          "text model")
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
-        # The checkpoint has an output head of its own, even if its config ties the two.
+        # The checkpoint has separate weights for the output head, so the head is not tied to the
+        # input embeddings. The config may state the opposite.
         model.config.tie_word_embeddings = False
 
-    # 3. Keep only the special tokens of the generation config. A repetition penalty, for example,
-    #    would change the sampling distribution.
+    # 3. Keep only the special tokens of the generation config. Its other options, such as a
+    #    repetition penalty, are dropped, because they would change the sampling distribution.
     base = model.generation_config
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=base.bos_token_id, eos_token_id=base.eos_token_id,
@@ -240,12 +272,14 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
 class FusedRMSNorm(torch.nn.Module):
     """RMSNorm, x / sqrt(mean(x^2) + eps) * weight, as a single kernel on a GPU.
 
-    In transformers it takes eight fp32 kernels, so that norms are half of all kernels of a Qwen3.
+    The RMSNorm of transformers launches eight fp32 kernels. In a Qwen3 model, half of all kernel
+    launches come from norms.
 
     Args:
         weight: The weight of the norm, (d,).
-        eps: The constant eps of the norm.
-        keeps_dtype: Whether the output has the dtype of x. Otherwise it has that of x * weight.
+        eps: The constant that is added to the mean of the squares.
+        keeps_dtype: Whether the output has the same dtype as x. If False, the output has the dtype
+            of the product x * weight.
     """
 
     def __init__(self, weight: torch.nn.Parameter, eps: float, keeps_dtype: bool):
@@ -255,15 +289,16 @@ class FusedRMSNorm(torch.nn.Module):
         self.keeps_dtype = keeps_dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)  # the kernel needs equal dtypes
+        # The kernel requires that x and the weight have the same dtype.
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
         y = F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
         return y.to(x.dtype) if self.keeps_dtype else y
 
 
 def fuse_norms(model) -> int:
-    """Replaces each RMSNorm of a model by a `FusedRMSNorm` that computes the same, if there is one.
+    """Replaces the RMSNorms of a model with `FusedRMSNorm`, and returns the number of replacements.
 
-    Returns the number of replaced norms.
+    A norm is replaced only if the fused norm computes the same output, see `computes_the_same`.
     """
     count = 0
     for parent in [*model.modules()]:
@@ -283,21 +318,21 @@ def fuse_norms(model) -> int:
 
 @torch.no_grad()
 def computes_the_same(fused: FusedRMSNorm, norm) -> bool:
-    """Compares two norms on random weights and inputs, since model families differ.
+    """Returns True if two norms give the same outputs for random weights and inputs.
 
-    Gemma multiplies by 1 + weight, and some families return the dtype of x, others that of
-    x * weight.
+    The norms of some model families differ from the formula of `FusedRMSNorm`. For example, Gemma
+    multiplies by 1 + weight. Model families also differ in the dtype of the output.
     """
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(fused.weight.shape, generator=rng)
-    # Compare small, usual and large inputs. Only the small ones depend on eps.
+    # Compare the outputs for small, usual and large inputs. eps affects only those of small inputs.
     x = torch.stack([scale * torch.randn(fused.weight.shape, generator=rng)
                      for scale in (fused.eps ** 0.5, 1.0, 100.0)])
     for dtype, x_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
         expected, actual = (
             torch.func.functional_call(module, dict(weight=weight.to(dtype)), (x.to(x_dtype),))
             for module in (norm, fused))
-        # Two roundings to bf16 change a value by at most 0.8 %.
+        # bf16 needs a larger tolerance: rounding twice to bf16 changes a value by up to 0.8 %.
         tolerance = 1e-5 if dtype == x_dtype == torch.float32 else 0.02
         if actual.dtype != expected.dtype or not torch.allclose(
                 actual.float(), expected.float(), tolerance, tolerance):
@@ -306,10 +341,10 @@ def computes_the_same(fused: FusedRMSNorm, norm) -> bool:
 
 
 def collect() -> None:
-    """Frees the memory of unused models.
+    """Frees the memory of models that are no longer used.
 
-    The hooks of a model and its checkpointed layers form reference cycles, which only the garbage
-    collector frees.
+    The hooks and the checkpointed layers of a model form reference cycles, so the model is not
+    freed until the garbage collector runs.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -317,23 +352,26 @@ def collect() -> None:
 
 
 def empty_model(config, dtype):
-    """Returns a model with parameters on the meta device.
+    """Returns a model without weights: its parameters are on the meta device.
 
-    Its buffers are initialised, since some of them are in no checkpoint.
+    Its buffers are initialised as usual, because checkpoints do not contain all buffers.
     """
     with init_empty_weights():
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def parameter_count(config) -> int:
-    """Returns the number of parameters of a causal LM, without reading its weights."""
+    """Computes the number of parameters of a causal LM from its config, without its weights."""
     model = empty_model(config, torch.float32)
     model.tie_weights()
     return model.num_parameters()
 
 
 def layers(model) -> torch.nn.ModuleList:
-    """Returns the layers of a model, which are the ModuleList with the most parameters."""
+    """Returns the transformer layers of a model.
+
+    A model may have several ModuleLists. The layers are the one with the most parameters.
+    """
     largest = None
     most = -1
     for module in model.modules():
@@ -345,7 +383,10 @@ def layers(model) -> torch.nn.ModuleList:
 
 
 def unshared_layers(model) -> list[torch.nn.Module]:
-    """Returns the layers that share no parameter with another layer, as some of Zamba's do."""
+    """Returns the layers that do not share parameters with other layers.
+
+    In Zamba, for example, several layers share the same parameters.
+    """
     uses = Counter()
     for layer in layers(model):
         uses.update(layer.parameters())
@@ -357,10 +398,11 @@ def unshared_layers(model) -> list[torch.nn.Module]:
 
 
 def compiles(accelerator, model) -> bool:
-    """Returns True if a model trains with compiled layers: a large one, in bf16, on a GPU.
+    """Returns True if the layers of a model are compiled for training.
 
-    In fp32 the same model is used for inference, see `make_inference_copy`. The changing length of
-    the KV cache would then compile its layers again and again.
+    This needs a GPU, bf16, and at least COMPILED parameters. In fp32, layers are not compiled,
+    because the model itself is then used for inference (see `make_inference_copy`), and every new
+    length of the KV cache would recompile the layers.
     """
     return (accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
             and model.num_parameters() >= COMPILED and has_compiler(accelerator.device))
@@ -368,9 +410,9 @@ def compiles(accelerator, model) -> bool:
 
 @cache
 def has_compiler(device) -> bool:
-    """Returns True if torch.compile works on this machine, and prints the reason if not.
+    """Returns True if torch.compile works on this machine. If it fails, the reason is printed.
 
-    It needs triton, a C compiler and the headers of Python.
+    torch.compile needs triton, a C compiler and the C headers of Python.
     """
     try:
         torch.compile(F.gelu)(torch.ones(8, device=device))
@@ -381,28 +423,30 @@ def has_compiler(device) -> bool:
 
 
 def compile_layers(model) -> None:
-    """Compiles the layers of a model for training.
+    """Compiles the layers of a model for training, with torch.compile.
 
-    Layers of the same kind share their graphs, also with models that are loaded later. A layer that
-    cannot be compiled runs uncompiled. TORCH_COMPILE_DISABLE=1 turns compilation off.
+    Layers of the same class share their compiled graphs, and models that are loaded later reuse
+    these graphs. If a layer cannot be compiled, it runs without compilation. To turn compilation
+    off, set the environment variable TORCH_COMPILE_DISABLE=1.
     """
     torch._dynamo.config.suppress_errors = True
-    # Each kind of layer has graphs with and without gradients, with and without a mask, and for
-    # batches of one row and of several rows.
+    # A layer class is compiled several times: with and without gradients, with and without an
+    # attention mask, and for batch size 1 and larger batches. The limit has to allow all of these.
     torch._dynamo.config.recompile_limit = 64
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def prepare(model, recompute: bool):
-    """Prepares a model for training, and returns it.
+    """Prepares a model for training, and returns the model.
 
-    Evaluation mode turns dropout off. With dropout, the first DPO loss would not be ln 2.
+    The model is trained in evaluation mode, which turns dropout off. With dropout, the policy would
+    differ from the reference before the first step, so the first DPO loss would not be ln 2.
 
     Args:
-        model: The model.
-        recompute: Whether to use gradient checkpointing, which saves memory by recomputing the
-            activations of each layer in the backward pass.
+        model: The model to prepare. It is changed in place.
+        recompute: Whether to use gradient checkpointing. It saves memory, because the activations
+            of each layer are recomputed in the backward pass instead of stored.
     """
     if recompute:
         for layer in layers(model):
@@ -412,16 +456,17 @@ def prepare(model, recompute: bool):
 
 
 def load(accelerator, folder, recompute: bool, shard: bool):
-    """Returns the model in a folder, in fp32 and ready to train.
+    """Loads a model with fp32 weights, and returns it ready for training.
 
-    At a learning rate of 1e-6, most updates are too small to change a weight in bf16.
+    Weights in bf16 are not precise enough for training. At a learning rate of 1e-6, most updates of
+    a weight are smaller than the rounding step of bf16, so the weight would not change.
 
     Args:
         accelerator: The Accelerator of the run.
         folder: The folder of the model, or its name on the Hub.
         recompute: Whether to use gradient checkpointing.
-        shard: Whether to shard the model over the ranks (FSDP2). Otherwise each rank holds it
-            unsharded.
+        shard: Whether to shard the model over the ranks with FSDP2. If False, each rank holds the
+            full model.
     """
     if shard:
         return load_sharded(accelerator, folder, recompute)
@@ -432,11 +477,11 @@ def load(accelerator, folder, recompute: bool, shard: bool):
 
 
 def load_sharded(accelerator, folder, recompute: bool):
-    """Returns the model in a folder, sharded over the ranks (FSDP2) and ready to train.
+    """Loads a model that is sharded over the ranks with FSDP2, and returns it ready for training.
 
-    Only the main rank reads the weights. All others get their shards from it by broadcast.
+    Only the main rank reads the weights. It broadcasts them, and every rank keeps its shards.
     """
-    # 1. Build the model without data on all ranks.
+    # 1. Build the model without weights (on the meta device) on all ranks.
     collect()
     unsharded = read_model(folder) if accelerator.is_main_process else None
     broadcast = [None, None]
@@ -454,7 +499,8 @@ def load_sharded(accelerator, folder, recompute: bool):
         compile_layers(model)
     prepare(model, recompute)
 
-    # 2. Shard it. Parameters and reduced gradients stay in fp32, while forward passes use bf16.
+    # 2. Shard the model. In a bf16 run, forward and backward passes use bf16. The parameters and
+    #    the reduction of gradients over the ranks stay in fp32.
     precision = MixedPrecisionPolicy()
     if accelerator.mixed_precision == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -462,24 +508,24 @@ def load_sharded(accelerator, folder, recompute: bool):
     for module in [*unshared_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
-    # 3. Fill it with the weights of the main rank.
+    # 3. Copy the weights of the main rank into the sharded model.
     weights = {} if unsharded is None else unsharded.state_dict()
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     states.set_model_state_dict(model, weights, options=options)
-    model.tie_weights()  # sharding has split tied weights
+    model.tie_weights()  # tie weights again, because sharding has separated them
     return model
 
 
 def make_inference_copy(model, dtype):
-    """Returns the model that is being trained, ready for inference.
+    """Returns an unsharded version of the model that is being trained, for inference.
 
-    It is the model itself if it is unsharded and `dtype` is fp32. Otherwise it is an unsharded copy
-    on every rank.
+    If the model is unsharded and `dtype` is fp32, this returns the model itself. Otherwise it
+    returns a full copy in `dtype` on every rank.
     """
     if dtype == torch.float32 and not isinstance(model, FSDPModule):
         return model.eval()
     inference_copy = empty_model(model.config, dtype)
-    # Gather and copy one tensor at a time. Buffers keep their dtypes.
+    # Gather and copy one tensor at a time to save memory. Buffers keep their own dtypes.
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         tensor = value.detach()
         if isinstance(tensor, DTensor):
@@ -494,57 +540,74 @@ def make_inference_copy(model, dtype):
 
 
 def save(accelerator, model, encoder: Encoder, folder) -> None:
-    """Saves a model from `load`, unsharded and with its tokenizer, in the format of transformers.
+    """Saves a trained model and its tokenizer in the format of transformers.
 
-    Programs that generate with it stop at the end of a turn. Every rank has to call this function.
+    The model is saved unsharded. Its generation config contains the end-of-turn token, so other
+    programs stop generating at the end of a turn. Every rank has to call this function.
+
+    Args:
+        accelerator: The Accelerator of the run.
+        model: A model that `load` returned.
+        encoder: The encoder of the run, which has the tokenizer.
+        folder: The folder to write.
     """
     options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = states.get_model_state_dict(model, options=options)
     if accelerator.is_main_process:
-        for name in model.all_tied_weights_keys or {}:  # FSDP would save tied weights twice
+        for name in model.all_tied_weights_keys or {}:  # FSDP would save each tied weight twice
             weights.pop(name, None)
         write(model, encoder, folder, weights)
 
 
 def check_can_be_saved(model, encoder: Encoder) -> None:
-    """Raises UsageError if transformers could not save the model after training."""
+    """Raises UsageError if transformers cannot save this model.
+
+    A new run checks this at its start, so that it does not fail after hours of training.
+    """
     with TemporaryDirectory() as folder:
         try:
             write(model, encoder, folder, {})
-        except OSError:  # a problem of the disk, not of the model
+        except OSError:  # a problem with the disk, not with the model
             raise
-        except Exception as error:  # from any check of transformers
+        except Exception as error:  # transformers raises various classes here
             raise UsageError(f"--model {model.name_or_path}: an agent trained from it could not be "
                              f"saved: {first_line(error)}; correct its config.json") from None
 
 
 def write(model, encoder: Encoder, folder, weights: dict) -> None:
-    """Writes the files of a model with these weights, and those of its tokenizer."""
+    """Writes a model with the given weights, its config and its tokenizer to a folder.
+
+    `weights` is an unsharded state dict.
+    """
     model.generation_config = saved_generation_config(model.generation_config, encoder)
     model.config.pad_token_id = model.generation_config.pad_token_id
     model.save_pretrained(folder, state_dict=weights)
     tokenizer = encoder.tokenizer
     tokenizer.pad_token_id = model.generation_config.pad_token_id
-    if encoder.template.text != tokenizer.get_chat_template():  # the date is fixed
+    # The run's chat template may differ from the model's, because today's date is replaced with a
+    # fixed date. Save the template that the agent was trained with.
+    if encoder.template.text != tokenizer.get_chat_template():
         tokenizer.chat_template = encoder.template.text
     tokenizer.save_pretrained(folder)
     write_for_transformers_4(Path(folder))
 
 
-# Parameters of RoPE that transformers 4 reads outside of `rope_scaling`.
+# RoPE parameters that transformers 4 expects at the top level of config.json, not in
+# `rope_scaling`.
 OUTSIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 
 
 def write_for_transformers_4(folder: Path) -> None:
-    """Adds the names that transformers 4 uses to the files of a saved model.
+    """Adds entries to the files of a saved model, so that transformers 4 can read it.
 
-    Released servers and converters depend on that version. Without rope_theta under its old name,
-    transformers 4 would silently use a default.
+    Many inference servers and converters still use transformers 4. That version expects some
+    entries under other names. For example, if it does not find `rope_theta` at the top level of
+    config.json, it uses a default value without any message.
     """
     config = read_json(folder / "config.json")
-    config.pop("auto_map", None)  # it refers to code that is not saved
+    config.pop("auto_map", None)  # auto_map refers to Python files that are not saved
     rope = config.get("rope_parameters") or {}
-    if config["model_type"].startswith("gemma3"):  # the only such family with two thetas
+    if config["model_type"].startswith("gemma3"):  # its two attention types have different thetas
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     if "rope_theta" in rope:
@@ -553,7 +616,7 @@ def write_for_transformers_4(folder: Path) -> None:
                 config[name] = rope[name]
         kind = rope.get("rope_type", "default")
         scaling = {name: value for name, value in rope.items() if name not in OUTSIDE_SCALING}
-        if kind == "longrope":  # transformers 4 accepts only these three fields
+        if kind == "longrope":  # transformers 4 accepts only these three entries in rope_scaling
             scaling = dict(type=kind, short_factor=rope["short_factor"],
                            long_factor=rope["long_factor"])
             positions = rope["original_max_position_embeddings"]
@@ -571,11 +634,15 @@ def write_for_transformers_4(folder: Path) -> None:
 
 
 def saved_generation_config(base, encoder: Encoder) -> transformers.GenerationConfig:
-    """Returns the generation config of a saved model.
+    """Returns the generation config that is saved with a trained model.
 
-    The end-of-turn token ends generation, as do the tokens that end it in the base model. Tokens
-    that are not in the vocabulary are left out, and those that an agent never samples are
-    suppressed.
+    Generation stops at the end-of-turn token and at the EOS tokens of the base model. Token ids
+    outside of the vocabulary are left out. Tokens that an agent never samples during a run are
+    listed in `suppress_tokens`, so other programs do not sample them either.
+
+    Args:
+        base: The generation config of the base model.
+        encoder: The encoder of the run.
     """
     ends = base.eos_token_id
     if not isinstance(ends, list):

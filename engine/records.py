@@ -1,7 +1,7 @@
-"""Reads and writes the .jsonl files of a run, in which each line is a trajectory or a pair.
+"""Reads and writes the trajectory files and pairs files of a run, in JSON lines format.
 
-Users may edit these files, so each line is checked when it is read, and an error names the file and
-the line number.
+Users may edit these files. Therefore each line is checked when it is read, and error messages
+contain the file and the line number.
 """
 
 import math
@@ -15,14 +15,16 @@ from common.files import read_jsonl, write_jsonl
 from common.settings import UsageError
 from dpo import Pair, Trajectory
 
-# The fields of a pair in a file, of each of its two sides, and of a message.
+# The required fields and their types. PAIR_FIELDS is for a line in a pairs file, SIDE_FIELDS for
+# the entries `chosen` and `rejected` of such a line, and MESSAGE_FIELDS for a message in a
+# trajectory.
 PAIR_FIELDS = dict(task=str, kind=str, chosen=dict, rejected=dict, weight=float, sft_weight=float)
 SIDE_FIELDS = dict(agent=str, iteration=int, rollout=int)
 MESSAGE_FIELDS = dict(role=str, content=str)
 
 
 def read(*files: Path) -> list[Trajectory]:
-    """Returns the trajectories in some files, in the order of the files and their lines."""
+    """Reads the trajectories in one or more files, and returns them in the order of the files."""
     trajectories = []
     for file in files:
         for n, row in enumerate(read_jsonl(file), 1):
@@ -33,7 +35,7 @@ def read(*files: Path) -> list[Trajectory]:
 
 @contextmanager
 def naming_line(file: Path, n: int):
-    """Turns a ValueError into a UsageError that names the file and the line."""
+    """Turns a ValueError into a UsageError whose message starts with the file and line number."""
     try:
         yield
     except ValueError as error:
@@ -42,13 +44,13 @@ def naming_line(file: Path, n: int):
 
 
 def trajectory_of(row: dict) -> Trajectory:
-    """Returns the trajectory in a line. Raises ValueError if the line is not a valid one."""
+    """Converts a parsed JSON line to a trajectory. Raises ValueError if a field is not valid."""
     types = get_type_hints(Trajectory)
     unknown = row.keys() - types.keys()
     if unknown:
         raise ValueError(f"a trajectory has no field {min(unknown)!r}; remove it")
     for field in fields(Trajectory):
-        if field.default is None and field.name not in row:  # an optional field
+        if field.default is None and field.name not in row:  # the field is optional
             del types[field.name]
     check_types(row, types)
     for message in row["messages"]:
@@ -79,7 +81,10 @@ def check_types(row: dict, types: dict) -> None:
 
 
 def has_type(value, kind) -> bool:
-    """Returns True if a value from a JSON file has a type. A float must also be finite."""
+    """Returns True if a value from a JSON file has the type `kind`, for example list[int].
+
+    An int is also accepted as a float. Infinity and NaN are not accepted.
+    """
     if isinstance(kind, UnionType):
         return any(has_type(value, part) for part in get_args(kind))
     if get_origin(kind) is list:
@@ -94,12 +99,13 @@ def have_type(values: list, kind: type) -> bool:
 
 
 def check_ids(file: Path, vocabulary: int) -> None:
-    """Raises UsageError if a trajectory in a file has an id that is not in the vocabulary.
+    """Raises UsageError if a trajectory in a file has a token id outside of the vocabulary.
 
-    A file that does not consist of JSON lines is skipped. The phase that reads it checks it.
+    If the file is not in JSON lines format, it is skipped here. The phase that reads the file
+    raises the error.
 
     Args:
-        file: The file.
+        file: The file to check.
         vocabulary: The vocabulary size.
     """
     rows = []
@@ -113,9 +119,16 @@ def check_ids(file: Path, vocabulary: int) -> None:
 
 
 def write(run, file: Path, rows: list) -> None:
-    """Writes trajectories or other rows to a file, on the main rank only.
+    """Writes a .jsonl file on the main rank.
 
-    Raises UsageError if a trajectory has the name of another one of the run, but different ids.
+    Args:
+        run: The run.
+        file: The file to write.
+        rows: Trajectories, or dictionaries.
+
+    Raises:
+        UsageError: A trajectory has the same name as another trajectory of the run, but different
+            token ids.
     """
     if not run.main:
         return
@@ -126,11 +139,17 @@ def write(run, file: Path, rows: list) -> None:
 
 
 def check_names(run, trajectories: list[Trajectory]) -> None:
-    """Raises UsageError if two trajectories of a run have the same name and different ids.
+    """Raises UsageError if two trajectories have the same name but different token ids.
 
-    Pairs and the page of the run would confuse them.
+    Names have to be unique in a run, because pairs files and the run's web page refer to a
+    trajectory by its name (see `name_of`).
+
+    Args:
+        run: The run. The names of the new trajectories are added to its `ids_by_name`.
+        trajectories: The trajectories that the current phase is going to write.
     """
-    for output in run.done.keys() - run.ids_by_name.keys():  # written by an earlier process
+    # The names in outputs of an earlier process are not in memory yet.
+    for output in run.done.keys() - run.ids_by_name.keys():
         run.ids_by_name[output] = read_ids_by_name(run.folder / output)
     seen = {}  # name -> (ids, output)
     for output in run.done:
@@ -145,8 +164,13 @@ def check_names(run, trajectories: list[Trajectory]) -> None:
 
 
 def read_ids_by_name(path: Path) -> dict[tuple, list]:
-    """Returns the ids of the trajectories that a finished phase has written, by name."""
-    file = path / "episodes.jsonl" if path.is_dir() else path  # GRPO writes into the agent's folder
+    """Reads the trajectories in the output of a finished phase.
+
+    Returns a dict {name of a trajectory: its token ids}. The dict is empty if the output contains
+    no trajectories.
+    """
+    # The output of GRPO is an agent's folder, which contains its trajectories in episodes.jsonl.
+    file = path / "episodes.jsonl" if path.is_dir() else path
     ids = {}
     for row in read_jsonl(file) if file.suffix == ".jsonl" and file.exists() else []:
         if {"task", "ids", *SIDE_FIELDS} <= row.keys():
@@ -155,7 +179,7 @@ def read_ids_by_name(path: Path) -> dict[tuple, list]:
 
 
 def name_of(t: Trajectory) -> tuple:
-    """Returns the name by which pairs refer to a trajectory."""
+    """Returns the name of a trajectory, which is unique within a run."""
     return t.task, t.agent, t.iteration, t.rollout
 
 
@@ -164,7 +188,8 @@ def describe(name: tuple) -> str:
     return f"task {task!r}, agent {agent!r}, iteration {iteration}, rollout {rollout}"
 
 
-# In a file of pairs, each line names its two trajectories, which are stored in other files.
+# A pairs file does not contain the trajectories of its pairs. Each line refers to two trajectories
+# by name. The trajectories are stored in trajectory files.
 
 
 def write_pairs(run, file: Path, pairs: list[Pair]) -> None:
@@ -173,7 +198,10 @@ def write_pairs(run, file: Path, pairs: list[Pair]) -> None:
 
 
 def named(pair: Pair) -> dict:
-    """Returns the fields that identify a pair in a file, and the rewards of its two sides."""
+    """Returns a dict that identifies a pair: its task, its kind, `chosen` and `rejected`.
+
+    `chosen` and `rejected` contain the name and the reward of a trajectory.
+    """
     sides = {}
     for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():
         sides[side] = dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
@@ -182,7 +210,12 @@ def named(pair: Pair) -> dict:
 
 
 def read_pairs(file: Path, trajectories: list[Path]) -> list[Pair]:
-    """Returns the pairs in a file. Their trajectories are in the files `trajectories`."""
+    """Reads the pairs in a file.
+
+    Args:
+        file: The pairs file.
+        trajectories: The trajectory files that contain the trajectories of the pairs.
+    """
     by_name = trajectories_by_name(read(*trajectories))
     pairs = []
     for n, row in enumerate(read_jsonl(file), 1):
@@ -192,7 +225,16 @@ def read_pairs(file: Path, trajectories: list[Path]) -> list[Pair]:
 
 
 def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
-    """Returns the pair in a line. Raises ValueError if a model cannot be trained on it."""
+    """Converts a parsed line of a pairs file to a pair.
+
+    Args:
+        row: The parsed line.
+        by_name: The trajectories by name.
+
+    Raises:
+        ValueError: The pair cannot be used for training. For example, one of its trajectories does
+            not exist or has no action tokens.
+    """
     check_types(row, PAIR_FIELDS)
     sides = []
     for side in row["chosen"], row["rejected"]:
@@ -212,7 +254,10 @@ def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
 
 
 def trajectories_by_name(trajectories: list[Trajectory]) -> dict[tuple, Trajectory]:
-    """Returns trajectories by name. Raises UsageError if two different ones have the same name."""
+    """Returns a dict {name: trajectory}.
+
+    Raises UsageError if two different trajectories have the same name.
+    """
     by_name = {}
     for t in trajectories:
         name = name_of(t)

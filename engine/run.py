@@ -1,8 +1,11 @@
-"""A run: its folder, its cached phases, and the training and inference of its models.
+"""The `Run` class: the folder of a run, its cached phases, and training and inference.
 
-The loops and phases of `coevolve.py` get a `Run`. Its method `once` runs a phase or reuses its
-output, which is also how a run resumes. `load`, `log_probs` and `fit` train a model, and `play`
-runs episodes.
+The training loops and the phases in `coevolve.py` receive a `Run` object. Its main methods:
+
+- `once` runs a phase, or reuses the phase's output if it already exists. This is also how an
+  interrupted run resumes.
+- `load`, `log_probs` and `fit` train a model.
+- `play` runs episodes with a model.
 """
 
 import os
@@ -41,14 +44,16 @@ from engine.sampling import TokenSampler
 from engine.tracking import Tracking
 from environments import make
 
-# The backends of a model that passes all checks of `engine.self_check`.
+# The backends for a model that passes every check in `engine.self_check`. `replies` is the backend
+# for generation, and `passes` lists the backends for log-probabilities.
 ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
 class Run:
     """The folder, the machine and the models of a run.
 
-    If a run was interrupted, a `Run` with the same settings resumes after its last finished phase.
+    To resume an interrupted run, create a `Run` with the same settings. It reuses the outputs of
+    all finished phases, and restarts the phase that was interrupted.
     """
 
     def __init__(
@@ -62,19 +67,24 @@ class Run:
         """
         Args:
             settings: The settings of the run.
-            options: The environment's own settings.
+            options: The settings that only this environment has.
             keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
-            group: The number of trajectories in a task's largest group.
-            make_env: A function that makes an environment. By default, the settings choose it.
+            group: The number of trajectories in the largest group, see `Machine.plan`.
+            make_env: A function that creates an environment. The default creates the environment
+                that the settings name.
         """
         s = settings
         self.settings = s
         self.options = options
         self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
-        self.name = ""          # output of the running phase
-        self.done = {}          # output -> its record in phases.json
-        self.ids_by_name = {}   # output -> ids of its trajectories by name, see `engine.records`
-        self.recorded = {}      # records of an earlier process, of outputs not yet requested
+        # The name of the output that the current phase writes.
+        self.name = ""
+        # Maps each output that this process has made or reused to its record in phases.json.
+        self.done = {}
+        # Maps each output to {name of a trajectory: its token ids}, see `engine.records`.
+        self.ids_by_name = {}
+        # Records that an earlier process wrote, for outputs that this process has not reached yet.
+        self.recorded = {}
         self.machine = Machine(s)
         self.main = self.machine.main
         self.make_env = make_env or partial(make, s.env, s.view, **vars(options))
@@ -86,9 +96,9 @@ class Run:
         self.open_folder()
 
     def open_base(self) -> None:
-        """Reads the config and the tokenizer of the base model, but not its weights.
+        """Reads the config and the tokenizer of the base model. The weights are not read here.
 
-        Raises UsageError if a model that the run starts from cannot be used.
+        Raises UsageError if the model in --model or --failure-from cannot be used.
         """
         s = self.settings
         self.base = models.folder_of(s.model)
@@ -101,22 +111,25 @@ class Run:
         check_not_trained_on(self)
 
     def given_models(self) -> dict[str, Path]:
-        """Returns the models that the run starts from, by the flag that names them."""
+        """Returns the initial models of the run as a dict {command-line flag: path}."""
         given = self.settings.failure_from
         return {"--model": self.base} | ({"--failure-from": Path(given)} if given else {})
 
     def open_folder(self) -> None:
-        """Creates the folder of a new run, or opens that of a run to resume.
+        """Creates the folder of a new run, or opens the existing folder to resume a run.
 
-        Raises UsageError if the folder holds anything but a run with the same settings.
+        Raises UsageError if the folder contains something other than a run, or a run with different
+        settings. Only a few settings may change when a run is resumed, see `check_same`.
         """
         s = self.settings
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
-        self.code = code_now() if self.main else None  # only the main rank records it
+        # Only the main rank writes the code version to config.json.
+        self.code = code_now() if self.main else None
 
-        # 1. Create the folder of a new run. A resumed run keeps its backends.
+        # 1. Create the folder of a new run, and select its backends. A resumed run uses the
+        #    backends that are stored in its config.json.
         if self.main:
             check_folder(self.folder)
             backends = None if config.exists() else self.run_backends()
@@ -126,7 +139,8 @@ class Run:
                 branched = branch.take(self, s.branch, now) if s.branch else {}
                 write_json(config, dict(settings=now, backends=backends, code=self.code,
                                         **branched))
-        # The main rank may have to download a model. `gather` has a longer timeout than `wait`.
+        # The other ranks wait here, because the main rank may have to download a model. They wait
+        # with `gather`, because its timeout is longer than the timeout of `wait`.
         self.machine.gather([])
 
         # 2. Read config.json, and check the settings.
@@ -139,22 +153,22 @@ class Run:
                              "run; give another folder, or use that version")
         check_same(before["settings"], now, type(s))
         self.backends = before["backends"]
-        # Prefix sharing saves matmuls, which take most of the time on a CPU. On a GPU, launching
-        # the kernels does.
+        # Prefix sharing is used on a CPU only. It saves matmuls, which take most of the time on a
+        # CPU. On a GPU, most of the time is spent on launching kernels.
         single_cpu = self.machine.ranks == 1 and self.machine.device.type == "cpu"
         self.shares_prefixes = single_cpu and "prefix_sharing" in self.backends["passes"]
         if self.backends != ALL_BACKENDS:
             self.print(f"{self.base}: {self.backends}")
 
-        # 3. Read the records of the outputs that still exist.
+        # 3. Read the records in phases.json. Skip outputs whose files were deleted.
         rows = read_json(phases) if phases.exists() else before.get("taken", {})
         self.recorded = {output: row for output, row in rows.items()
                          if (self.folder / output).exists()}
         self.machine.wait()
 
-        # 4. Write config.json and phases.json, and open the log.
+        # 4. Write config.json and phases.json, and open the metrics log.
         if self.main:
-            self.run_config = before  # the content of config.json
+            self.run_config = before  # the current content of config.json
             self.note(settings=before["settings"] | now)
             write_json(phases, self.recorded)
             if "code" in before and before["code"] != self.code:
@@ -163,15 +177,15 @@ class Run:
         self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
 
     def note(self, **facts) -> None:
-        """Adds entries to config.json, and rewrites the file if any of them is new."""
+        """Updates entries of config.json. The file is rewritten only if an entry has changed."""
         if self.main and self.run_config != self.run_config | facts:
             self.run_config |= facts
             write_json(self.folder / "config.json", self.run_config)
 
     def run_backends(self) -> dict:
-        """Returns the backends that are correct for all models of the run.
+        """Returns the backends that give correct results for all initial models of the run.
 
-        See `engine.self_check.select_backends` for the form of the result.
+        The result is a dict with the same entries as that of `engine.self_check.select_backends`.
         """
         selected = []
         for flag, model in self.given_models().items():
@@ -186,26 +200,32 @@ class Run:
     # ................................................................................. phases
 
     def once(self, output: str, phase: Callable, *inputs, **parameters) -> Path:
-        """Runs a phase, unless its output already exists and its cache key is the same.
+        """Runs a phase, or reuses its output if the output exists and has the same cache key.
 
-        The cache key is a hash of the phase's name, its parameters, the bytes of its input files,
-        the cache keys of the agents among its inputs, and the tokenizer. Code is not part of it. An
-        output that was edited since is used as it is, and its record is marked as `edited`.
+        The cache key is a hash of the phase's name, its parameters, its inputs and the tokenizer.
+        A file among the inputs is represented by its bytes. An agent of this run is represented by
+        the cache key of the phase that trained it. The code of the phase is not part of the key.
+
+        If a user has edited an output after its phase, the edited output is reused, and its record
+        in phases.json is marked with `edited`.
 
         Args:
-            output: The name of the output, a file or folder in the run's folder.
-            phase: A function phase(run, path, *inputs, **parameters). It writes the output to a
-                temporary path, and returns a dict of numbers for phases.json.
-            inputs: Paths, or lists or dictionaries of paths.
-            parameters: Numbers and strings.
+            output: The name of the output, which is a file or a folder in the run's folder.
+            phase: A function phase(run, path, *inputs, **parameters). It writes the output to
+                `path`, which is a temporary path, and returns a dict of numbers for phases.json.
+            inputs: The inputs of the phase: paths, or lists or dictionaries of paths.
+            parameters: The parameters of the phase: numbers and strings.
 
         Returns:
             The path of the output.
 
         Raises:
-            UsageError: The output was requested before, an input is not a path, a parameter or a
-                number cannot be written as JSON, the phase wrote nothing or returned no dict, or an
-                edited input has ids that are not in the vocabulary.
+            UsageError: One of these is the case:
+                - This process has already called `once` with the same output.
+                - An input is not a path.
+                - A parameter, or a number that the phase returned, cannot be written as JSON.
+                - The phase wrote nothing, or did not return a dict.
+                - A user has edited an input, and it contains token ids outside of the vocabulary.
         """
         path = self.folder / output
         self.name = output
@@ -219,12 +239,13 @@ class Run:
         agents = {self.folder / name: row["cache_key"] for name, row in self.done.items()}
         with prefix_errors(label):
             values = plain(parameters)
-            if commit := models.commit_of(str(self.base)):  # the files of a model on the Hub change
+            # A model on the Hub can change, so its key is the commit.
+            if commit := models.commit_of(str(self.base)):
                 agents[self.base] = commit
             inputs_key = input_key(inputs, agents)
         cache_key = hash_of([phase.__name__, inputs_key, values, self.fingerprint])
 
-        # 2. Reuse the output if its cache key is the same.
+        # 2. Reuse an existing output that has the same cache key.
         if self.reuse(output, cache_key):
             return path
 
@@ -246,7 +267,7 @@ class Run:
     def reuse(self, output: str, cache_key: str) -> bool:
         """Returns True if an earlier process made this output with the same cache key.
 
-        Its record is then also that of this process.
+        In this case, the record of the output is moved from `recorded` to `done`.
         """
         row = self.recorded.pop(output, None)
         if row is None:
@@ -263,25 +284,27 @@ class Run:
         return True
 
     def prepare_paths(self, path: Path, temporary: Path) -> None:
-        """Makes the folder of an output, and removes what an interrupted phase has left there."""
+        """Creates the parent folder of an output, and removes files of an interrupted phase."""
         self.machine.wait()
         if self.main:
-            files.remove(self.folder / "result.json")  # which only a finished run has
+            # result.json exists only in a finished run, and this run continues.
+            files.remove(self.folder / "result.json")
             path.parent.mkdir(exist_ok=True)
             files.remove(temporary)
         self.machine.wait()
 
     def record(self, path: Path, temporary: Path, row: dict) -> None:
-        """Renames a finished output, writes its record to phases.json, and logs it.
+        """Moves a finished output to its final path, and writes its record to phases.json.
 
-        An interrupted run therefore never leaves an incomplete output under its final name.
+        A phase writes to a temporary path first. Therefore an interrupted phase never leaves an
+        incomplete output at the final path.
         """
         self.done[self.name] = row
         if self.main:
             files.remove(path)
             os.replace(temporary, path)
             if path.is_file():
-                row["hash"] = file_hash(path)  # `is_edited` compares it
+                row["hash"] = file_hash(path)  # `is_edited` uses it to detect edits by a user
             write_json(self.folder / "phases.json", self.done | self.recorded)
         self.print(sentence(self.name, row))
         self.tracking.log("phase", self.name, row)
@@ -290,8 +313,8 @@ class Run:
     def close(self) -> None:
         """Marks the run as finished, and unlocks its folder.
 
-        Records of outputs that this process has not requested are removed, since they belong to an
-        earlier version of the loop.
+        phases.json keeps only the records of outputs that this process has made or reused. Any
+        other record comes from an earlier version of the training loop.
         """
         if self.main:
             write_json(self.folder / "phases.json", self.done)
@@ -299,28 +322,30 @@ class Run:
             self.lock.release()
 
     def print(self, text: str) -> None:
-        """Prints a text on the main rank, above any progress bar."""
+        """Prints a text on the main rank. An active progress bar stays below the text."""
         if self.main:
             tqdm.write(visible(text))
 
     def bar(self, total: int | None, items: Iterable | None = None):
-        """Returns a progress bar of the running phase, which only a terminal shows.
+        """Returns a progress bar for the current phase. It is visible only in a terminal.
 
         Args:
-            total: The number of steps, or None if it is unknown.
-            items: If given, the bar iterates over them. Otherwise call its `update`.
+            total: The number of steps, or None if the number is unknown.
+            items: The items to iterate over. Without items, call the bar's `update` after each
+                step.
         """
-        hidden = None if self.main else True  # None hides the bar unless the output is a terminal
+        hidden = None if self.main else True  # with None, tqdm shows the bar only in a terminal
         return tqdm(items, total=total, desc=self.name, leave=False, disable=hidden, delay=2)
 
     # ............................................................................... training
 
     def load(self, agent: Path):
-        """Returns the model in a folder, ready to train."""
+        """Loads the model in a folder, and returns it ready for training."""
         with agent_errors(self, agent):
             model = models.load(self.machine.accelerator, agent, self.machine.recompute,
                                 self.machine.shard)
-        self.attention = model.config._attn_implementation  # for inference, see `inference_copy`
+        # `inference_copy` restores this attention implementation for inference.
+        self.attention = model.config._attn_implementation
         if self.shares_prefixes:
             model.set_attn_implementation("prefix_sharing")
         return model
@@ -333,8 +358,14 @@ class Run:
     ) -> torch.Tensor:
         """Returns log pi of all action tokens of the trajectories, (A,), in nats.
 
-        It computes the same as `dpo.token_log_probs`, but in parallel on all ranks, or with prefix
-        sharing on a CPU. The logits processor defines pi, as it does there.
+        Except for rounding, the result is the same as that of `dpo.token_log_probs`. It is computed
+        faster: in parallel on all ranks, or with prefix sharing on a CPU.
+
+        Args:
+            model: The model that defines the policy pi.
+            trajectories: The trajectories.
+            logits_processor: A function that is applied to the model's logits. pi is the softmax of
+                the processed logits, the same as in `dpo.token_log_probs`.
         """
         if self.shares_prefixes:
             return prefix_sharing.log_probs(model, trajectories, self.shared_tokens,
@@ -345,11 +376,18 @@ class Run:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens in a forward pass with prefix sharing. About a quarter of them are distinct."""
+        """Maximum number of tokens in a forward pass with prefix sharing.
+
+        It is 4 times `tokens_per_forward`. The maximum counts a shared prefix once per trajectory,
+        but the prefix is computed only once. About a quarter of the counted tokens are computed.
+        """
         return 4 * self.machine.tokens_per_forward
 
     def fits(self, trajectories: list[Trajectory]) -> bool:
-        """Returns True if the activations of trajectories fit in the memory of all ranks."""
+        """Returns True if one forward pass on each rank is enough for all these trajectories.
+
+        `dpo.train` uses this to split a batch into micro-batches whose activations fit in memory.
+        """
         if self.shares_prefixes:
             return dpo.fits_in_pass(trajectories, self.shared_tokens)
         return fits_in_round(trajectories, self.machine.tokens_per_forward, self.machine.ranks)
@@ -364,22 +402,24 @@ class Run:
         denominator: Callable,
         log_probs: Callable | None = None,
     ) -> dict:
-        """Trains a model with AdamW, and saves it with train.jsonl and margins.jsonl.
+        """Trains a model with AdamW, and saves the model and two logs to a folder.
 
-        These logs have a line for each step and for each pair.
+        The log train.jsonl has one line per training step. The log margins.jsonl has one line per
+        pair, and is written only if there are pairs.
 
         Args:
             model: A model that `load` returned.
             out: The folder to write.
-            steps, rates, loss, denominator: The same as in `dpo.train`.
-            log_probs: The same as in `dpo.train`. By default it is the method of this run.
+            steps, rates, loss, denominator: The same arguments as in `dpo.train`.
+            log_probs: The same argument as in `dpo.train`. The default is `Run.log_probs`.
 
         Returns:
-            The numbers of steps and tokens, and the loss and its terms in the first and the last
-            step.
+            A dict for phases.json with the number of steps, the number of tokens, and the loss and
+            its terms in the first step (for example `first_loss`) and in the last step (`loss`).
         """
         s = self.settings
-        with prefix_errors(self.name):  # a user's edit may have made trajectories unusable
+        # The check may fail if, for example, a user has edited a trajectory file.
+        with prefix_errors(self.name):
             dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)
         lines = []
@@ -396,14 +436,17 @@ class Run:
         if margins:
             write(self, out / "margins.jsonl", margins)
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
-        losses = {}  # the loss and its terms, in the first and the last step
+        losses = {}  # the loss and its terms in the first step, `first_...`, and in the last step
         for name in lines[0]:
             if name not in ("step", "lr", "norm", "kinds"):
                 losses |= {f"first_{name}": lines[0][name], name: lines[-1][name]}
         return dict(steps=len(lines), **losses, tokens=tokens)
 
     def copy_agent(self, agent: Path, out: Path) -> dict:
-        """Copies an agent that is not trained in this phase, without its training logs."""
+        """Copies the folder of an agent without its training logs.
+
+        A phase calls this instead of `fit` if it has no training data for the agent.
+        """
         if self.main:
             shutil.copytree(agent, out, ignore=shutil.ignore_patterns("*.jsonl"))
         return dict(steps=0)
@@ -417,17 +460,18 @@ class Run:
         temperature: float,
         make_env: Callable | None = None,
     ) -> list[Trajectory]:
-        """Runs episodes in parallel, with an equal share of them on each rank.
+        """Runs episodes in parallel. The episodes are distributed equally over the ranks.
 
         Args:
-            agent: The folder of the acting model, or a model that is being trained.
-            new: New trajectories that have a task, an agent, an iteration, a rollout and a seed.
-                Their episodes fill in the other fields.
-            temperature: The sampling temperature. 0 is greedy decoding.
-            make_env: A function that makes an environment. By default it is that of the run.
+            agent: The model that acts in the episodes, given as its folder, or as the model object
+                that is being trained.
+            new: New trajectories. Their task, agent, iteration, rollout and seed are set. The
+                episodes fill in the other fields.
+            temperature: The sampling temperature. With 0, decoding is greedy.
+            make_env: A function that creates an environment. The default is the run's `make_env`.
 
         Returns:
-            The finished trajectories in the same order, on every rank.
+            The finished trajectories in the order of `new`. Every rank returns all of them.
         """
         model = self.inference_copy(agent)
         share = new[self.machine.rank::self.machine.ranks]
@@ -442,10 +486,10 @@ class Run:
         return sorted(self.machine.gather(share), key=lambda t: order[t.task, t.rollout])
 
     def inference_copy(self, agent):
-        """Returns an unsharded model for inference, in bf16 if the run uses bf16.
+        """Returns an unsharded model for inference, in bf16 if the run uses bf16 and else in fp32.
 
         Args:
-            agent: The folder of a model, or a model that is being trained.
+            agent: The folder of a model, or the model object that is being trained.
         """
         dtype = torch.bfloat16 if self.machine.bf16 else torch.float32
         if not isinstance(agent, Path):
@@ -456,7 +500,10 @@ class Run:
             return models.read_model(agent, dtype, self.machine.device).eval()
 
     def slots(self, model) -> int:
-        """Returns the number of parallel episodes on a rank. On a GPU it depends on free memory."""
+        """Returns the number of episodes that each rank runs in parallel.
+
+        On a GPU, the free memory limits this number.
+        """
         s = self.settings
         if self.machine.device.type != "cuda":
             return s.slots or (64 if self.parameters < machine.SMALL else 8)
@@ -467,9 +514,10 @@ class Run:
         return min(s.slots or limit, limit)
 
     def make_generator(self, model, temperature: float, slots: int) -> Callable:
-        """Returns a function that generates replies, [(trajectory, its RNG)] -> [(ids, log_probs)].
+        """Returns a function that generates the next reply in each of several episodes.
 
-        See `engine.self_check.make_generator`.
+        Its argument is a list of pairs (trajectory, its RNG). It returns a list of pairs (ids,
+        log_probs), one per reply. See `engine.self_check.make_generator`.
         """
         s = self.settings
         token_sampler = TokenSampler(self.encoder.sampler(temperature), self.encoder,
@@ -480,7 +528,10 @@ class Run:
 
 
 def check_edits(run: Run, inputs) -> None:
-    """Raises UsageError if an edited input has ids that are not in the vocabulary."""
+    """Raises UsageError if a user has edited an input so that a token id is not in the vocabulary.
+
+    Inputs that were not edited are not checked.
+    """
     edited = [run.folder / output for output, row in run.done.items() if "edited" in row]
     for file in files_in(inputs):
         if file in edited:
@@ -488,10 +539,16 @@ def check_edits(run: Run, inputs) -> None:
 
 
 def checked(numbers, out: Path, main: bool) -> dict:
-    """Returns the numbers of a phase in the form that JSON has.
+    """Checks the result of a phase, and converts its numbers to plain JSON values.
 
-    Raises TypeError or ValueError if JSON cannot hold them, if they are not in a dict, or if the
-    phase wrote nothing.
+    Args:
+        numbers: The value that the phase returned.
+        out: The path that the phase wrote its output to.
+        main: Whether this is the main rank. Only the main rank checks that `out` exists.
+
+    Raises:
+        TypeError, ValueError: `numbers` is not a dict, a number cannot be written as JSON, or the
+            phase wrote nothing.
     """
     if not isinstance(numbers, dict):
         raise TypeError(f"it returned {numbers!r:.60}; return a dict of numbers, or {{}}")
@@ -501,7 +558,12 @@ def checked(numbers, out: Path, main: bool) -> dict:
 
 
 def margins_of(steps: list[list[Group]]) -> list[dict]:
-    """Returns [chosen, rejected, margin] of each pair, in nats, in its first and its last step."""
+    """Returns the rows of margins.jsonl, one per pair.
+
+    A row identifies the pair, and has its statistics in the first and in the last optimiser step on
+    the pair. The statistics are log pi of the chosen trajectory, log pi of the rejected trajectory,
+    and the margin from `dpo.dpo_loss`, all in nats.
+    """
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
         if pair.history:
@@ -513,11 +575,14 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if a folder holds anything but a run, since outputs would overwrite it."""
+    """Raises UsageError if a folder contains other files than those of a run.
+
+    Without this check, the run could overwrite these files.
+    """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder}: it is a file; give a folder")
     names = {path.name for path in folder.glob("*")}
-    # A run that is interrupted right after its start leaves a lock but no config.json.
+    # If a run is interrupted right after its start, its folder has a lock but no config.json.
     interrupted = "lock" in names and "phases.json" not in names
     if names and "config.json" not in names and not interrupted:
         raise UsageError(f"--out {folder}: it contains {min(names)}, but no config.json of a run; "
@@ -525,7 +590,10 @@ def check_folder(folder: Path) -> None:
 
 
 def check_same_tokenizer(run: Run, agent: Path) -> None:
-    """Raises UsageError if an agent does not use the tokenizer and chat template of the run."""
+    """Raises UsageError if the --failure-from agent has another tokenizer or chat template.
+
+    All agents of a run need the tokenizer and the chat template of the base model.
+    """
     with models.named("--failure-from"):
         fingerprint = models.read_encoder(agent).fingerprint()
     if fingerprint != run.fingerprint:
@@ -535,9 +603,9 @@ def check_same_tokenizer(run: Run, agent: Path) -> None:
 
 
 def model_backends(run: Run, model: Path) -> dict:
-    """Returns the backends that are correct for a model, see `engine.self_check`.
+    """Returns the backends that give correct results for a model, see `engine.self_check`.
 
-    Raises UsageError if no backend is, or if the model could not be saved after training.
+    Raises UsageError if no generation backend is correct, or if transformers cannot save the model.
     """
     if model == models.MODELS["tiny"]:
         return ALL_BACKENDS
@@ -558,9 +626,10 @@ def model_backends(run: Run, model: Path) -> dict:
 
 @contextmanager
 def agent_errors(run: Run, agent):
-    """Adds a remedy to the UsageError of an agent that this run made and that cannot be read.
+    """Adds a remedy to the UsageError that is raised when a model cannot be read.
 
-    The error of any other model is left as it is.
+    The remedy is to delete the folder and rerun the command. It is added only if this run trained
+    the model, because only then can the run make it again. Other errors are raised unchanged.
     """
     try:
         yield
@@ -574,7 +643,7 @@ def agent_errors(run: Run, agent):
 
 @contextmanager
 def prefix_errors(label: str):
-    """Turns a TypeError or ValueError into a one-line UsageError that begins with `label`."""
+    """Turns a TypeError or ValueError into a UsageError. Its message begins with `label`."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""The log of a run, metrics.jsonl, which an experiment tracker can also receive.
+"""Writes the metrics of a run to metrics.jsonl and to an experiment tracker (wandb, tensorboard).
 
-`Run` writes a line for each training step and for each finished phase.
+`Run` logs the metrics of each training step and of each finished phase.
 """
 
 import json
@@ -14,23 +14,26 @@ from accelerate.tracking import filter_trackers
 from common.files import whole_lines
 from common.settings import UsageError
 
-# The names of a training step's numbers in a tracker, as in TRL. All others keep their names.
+# Names of training metrics in an experiment tracker. They are the same as in TRL. A metric that is
+# not listed here has the same name in the tracker and in metrics.jsonl.
 TRL_NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
          "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
          "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
 
 
 class Tracking:
-    """Writes the log of a run.
+    """Logs the metrics of a run.
 
     Args:
-        accelerator: The Accelerator of the run. Its trackers are used.
-        folder: The folder of the run. A tracker writes its files to `tracking` in it.
-        name: The name of the tracker, such as "tensorboard", or None for no tracker.
-        settings: The settings of the run, which the tracker records.
+        accelerator: The Accelerator of the run, which sends metrics to the tracker.
+        folder: The folder of the run. It will contain metrics.jsonl. The subfolder `tracking` is
+            for the files of the tracker.
+        name: The name of the experiment tracker, such as "tensorboard". With None, metrics are
+            written to metrics.jsonl only.
+        settings: The settings of the run. The tracker shows them as the configuration of the run.
 
     Raises:
-        UsageError: accelerate does not support the tracker, or it is not installed.
+        UsageError: accelerate does not support the tracker, or the tracker is not installed.
     """
 
     def __init__(self, accelerator, folder: Path, name: str | None, settings: dict):
@@ -38,7 +41,8 @@ class Tracking:
         self.file = folder / "metrics.jsonl"
         if not accelerator.is_main_process:
             return
-        self.lines = len(whole_lines(self.file))  # including lines from before a resume
+        # The number of lines in metrics.jsonl. A resumed run appends to the existing file.
+        self.lines = len(whole_lines(self.file))
         if name:
             self.start(name, folder / "tracking", settings)
 
@@ -57,16 +61,20 @@ class Tracking:
         self.accelerator.init_trackers("coevolve", settings)
 
     def log(self, event: str, phase: str, numbers: dict) -> None:
-        """Appends a line to metrics.jsonl, and sends its numbers to the tracker, on the main rank.
+        """Appends a line to metrics.jsonl, and sends its metrics to the tracker.
 
-        The names in the tracker begin with the phase. Numbers of an evaluation are also sent under
-        the agent and the split, which gives a curve over the run. The number of a line is its step
-        in the tracker, so a resumed run continues the curves.
+        Only the main rank does this. In the tracker, the name of a metric starts with the name of
+        the phase. The metrics of an evaluation are sent a second time, under a name that starts
+        with evaluate/AGENT/SPLIT. This name does not contain the phase, so that the tracker draws
+        one curve over all iterations.
+
+        The line number in metrics.jsonl is used as the step in the tracker. Therefore a resumed run
+        continues the existing curves.
 
         Args:
             event: "train" for a training step, or "phase" for a finished phase.
-            phase: The output of the phase.
-            numbers: The numbers by name. Nested dictionaries are allowed.
+            phase: The name of the phase's output, such as iter1/target-agent.
+            numbers: The metrics by name. Nested dictionaries are allowed.
         """
         if not self.accelerator.is_main_process:
             return
@@ -82,9 +90,10 @@ class Tracking:
 
 
 def with_trl_names(line: dict) -> dict:
-    """Returns the numbers of a training step under their names in a tracker.
+    """Renames the metrics of a training step to the names that TRL uses, see TRL_NAMES.
 
-    Examples are `grad_norm`, and `rewards/margins/expert>target` for a kind of pairs.
+    For example, `norm` becomes `grad_norm`. Metrics of one kind of pairs get the kind as a suffix,
+    for example `rewards/margins/expert>target`.
     """
     renamed = {}
     for name, value in line.items():
@@ -98,11 +107,13 @@ def with_trl_names(line: dict) -> dict:
 
 
 def valid_name(name: str) -> str:
-    """Returns a name in a form that every tracker accepts.
+    """Converts the name of a metric to a name that all experiment trackers accept.
 
-    It has at most 250 characters, which are ASCII letters, digits, `_`, `-`, `.` and `/`, and no
-    part between slashes consists of dots alone. The name of an agent may come from a file, in which
-    case it is percent-encoded in the name of the phase.
+    The result has at most 250 characters. Allowed characters are ASCII letters, digits, `_`, `-`,
+    `.` and `/`. A part between two slashes must not consist of dots only.
+
+    Percent-encoded characters in `name` are decoded first. For example, the name of an agent from a
+    user's file is percent-encoded in the name of a phase.
     """
     name = quote(unquote(name).replace(">", "_over_")).replace("~", "_").replace("%", "_")
     name = re.sub(r"(?<![^/])(\.*)(?![^/])", r"_\1", name)
@@ -110,7 +121,14 @@ def valid_name(name: str) -> str:
 
 
 def flatten(name: str, value) -> dict[str, float]:
-    """Returns the numbers in nested dictionaries by their path, such as "phase/loss"."""
+    """Flattens nested dictionaries to a single dict {path: number}, with paths like "phase/loss".
+
+    Values that are not numbers are left out.
+
+    Args:
+        name: The start of all paths.
+        value: A dictionary, or a single value.
+    """
     if isinstance(value, dict):
         values = {}
         for key, inner in value.items():
