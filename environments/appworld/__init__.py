@@ -9,10 +9,10 @@ from common.settings import OldFile
 
 @dataclasses.dataclass(frozen=True)
 class Options(environments.Options):
-    # folder that holds AppWorld's official `data` [a small AppWorld, made on first use]
+    # folder that contains AppWorld's official `data` [a small AppWorld, made on first use]
     appworld_root: OldFile = None
-    # reward of a task: "all" is 1 if all of its tests pass (TGC) and otherwise 0, "tests" is the
-    # share of its tests that pass [AppWorld; AgentEvolver has both]
+    # reward of an episode: "all" is 1 if all tests of the task pass (task goal completion, TGC) and
+    # otherwise 0; "tests" is the fraction of tests that pass [AppWorld; AgentEvolver has both]
     appworld_reward: Literal["all", "tests"] = "all"
 
     presets = {

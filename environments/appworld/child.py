@@ -76,8 +76,7 @@ def play(task: str, text: str | None, lines, send) -> None:
 
 
 def record_calls(requester) -> list:
-    """Starts to record the API calls of a requester.
-
+    """Records all later API calls of a requester of the package.
     Returns:
         A list, empty at first. Each later call appends ["APP.API", arguments] to it.
     """
@@ -234,8 +233,8 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
         os.dup2(file, target)
     os.closerange(5, 1 << 16)
     lines = socket.socket(fileno=3).makefile("rw")
-    # Read the whole request first. If this process failed while the client is still sending a long
-    # request, the client would not receive the error.
+    # Read the whole request before anything can fail, because the client cannot receive an error
+    # while it is still sending a long request.
     request = json.loads(lines.readline())
 
     def send(**answer) -> None:

@@ -42,8 +42,8 @@ def interpreter() -> str:
 def small_appworld() -> Path:
     """Returns the folder of the small AppWorld. The folder is created on first use.
 
-    The folder's name contains a hash of the package's version and the files in SOURCES, so a new
-    small AppWorld is created after any change.
+    The folder's name contains a hash of the package's version and of the files in SOURCES. After
+    any change to them, a new folder is created.
     """
     here = Path(__file__).parent
     sources = [PACKAGE.encode(), *((here / name).read_bytes() for name in SOURCES)]
@@ -61,7 +61,8 @@ def small_appworld() -> Path:
 def checked_path(folder: Path) -> Path:
     """Returns `folder`, or raises UsageError if its path contains "memory".
 
-    The package would take a database under such a path for an in-memory database.
+    With this word in the path of a database, the package creates the database in memory instead of
+    reading the file.
     """
     if "memory" in str(folder):
         raise UsageError(f"appworld: {folder} has 'memory' in its path, which the package takes "
@@ -87,8 +88,7 @@ def make_small_appworld(folder: Path) -> Path:
 
 @lru_cache(None)
 def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
-    """Reads which tasks there are.
-
+    """Reads the task ids of all splits.
     Returns:
         A dict that maps each split to its tasks. The tasks are a dict that maps each task id to
         {"start": task id}, in the order of the file of task ids.
@@ -131,9 +131,9 @@ def solution(root: Path, key: str) -> list[str]:
 def parts(source: str) -> list[str]:
     """Splits the code of a solution into parts. The expert sends one part per reply.
 
-    `source` defines the function `solution`, whose body is split. A new part begins with every
-    top-level statement that calls an API, so a loop is never split. If there are more than
-    MAX_REPLIES parts, consecutive parts are joined.
+    `source` defines the function `solution`, and the body of this function is split. Each part has
+    one top-level statement that calls APIs, such as an assignment or a whole loop. If there are
+    more than MAX_REPLIES parts, consecutive parts are joined.
     """
     module = ast.parse(source)
     function = next(node for node in module.body if isinstance(node, ast.FunctionDef))

@@ -35,21 +35,21 @@ INT = 0xFFFFFFFF          # mask of the lower 32 bits, if the kernel reads an ar
 # argument: those that differ from the first value (NOT_EQUAL), or those that equal the second value
 # after & with the first value (MASKED).
 DENIED = (
-    # start processes, or access other processes and their namespaces
+    # calls that start processes, or that access other processes and their namespaces
     ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
     ("clone", 0, MASKED, 0x10000, 0),            # fails unless it starts a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # fails, because this option must stay set
-    # install another seccomp filter, which could kill one thread while other threads wait for it
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # fails, because `die_with_parent` must stay set
+    # calls that install another filter, which could kill one thread while other threads wait for it
     ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
     ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
-    # allocate memory that does not count towards the limit of the address space
+    # calls that allocate memory that does not count towards the limit of the address space
     ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
-    # store keys in the kernel, where they remain after the process has ended
+    # calls that store keys in the kernel, where the keys remain after the process has ended
     ("add_key",), ("request_key",), ("keyctl",),
-    # use kernel interfaces with a large attack surface
+    # calls that use kernel interfaces with a large attack surface
     ("bpf",), ("perf_event_open",), ("userfaultfd",),
-    # change resource limits: if the kernel then killed the process, this would look like a kill
-    # from outside, which is not the fault of the agent. Reading the limits is allowed.
+    # calls that change resource limits. With a low limit, the agent's code could make the kernel
+    # kill the process, and the kill would count as one from outside. Reading limits is allowed.
     ("setrlimit",), ("prlimit64", 2, NOT_EQUAL, 0, 0))
 # Numbers of newer system calls, which are the same on all architectures. All of these calls fail.
 # Libraries then use older calls instead.

@@ -14,7 +14,7 @@ class Trace:
 
     Attributes:
         outputs: The printed output of each part.
-        calls: The API calls of each part, each a list of ["APP.API", arguments].
+        calls: One list per part, with the API calls of the part. A call is ["APP.API", arguments].
         changed: One bool per part, True if the part changed the apps.
         changes: All changes in the apps at the end, as a dict that maps file names to texts.
         done: True if the solution completed the task.

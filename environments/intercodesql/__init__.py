@@ -26,8 +26,8 @@ Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_
 class Options(ProtocolOptions):
     # folder that holds InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]
     intercode_data: Annotated[OldFile, REAL] = None
-    # MySQL or MariaDB server with InterCode's databases, mysql://user@host:port, with the password
-    # in MYSQL_PWD [sqlite in this process]
+    # address of a MySQL or MariaDB server with InterCode's databases, mysql://user@host:port; the
+    # password is in the environment variable MYSQL_PWD [sqlite in this process]
     mysql_url: Address = None
 
     presets = {

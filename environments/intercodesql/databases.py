@@ -26,9 +26,11 @@ from envs import EnvError
 
 ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # maximum size of a query's result
-SECONDS = 2           # time limit of a query: CPU time for sqlite, wall-clock time for a server
-VM_STEPS = 10_000_000  # step limit of sqlite's virtual machine. It is reproducible, unlike time.
-CHECK_STEPS = 1_000   # sqlite's two limits, of time and of steps, are checked after this many steps
+SECONDS = 2  # time limit of a query: CPU time for sqlite, wall-clock time for a server
+# Maximum number of steps that sqlite's virtual machine executes for a query. Unlike the time limit,
+# this limit gives the same result on every machine.
+VM_STEPS = 10_000_000
+CHECK_STEPS = 1_000  # sqlite's time limit and step limit are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
 # The start of the error text if sqlite's authorizer or the privileges on a server reject a query
@@ -135,7 +137,7 @@ def _concat_ws(between, first, *more):
 def _extreme(choose):
     """Returns MySQL's function GREATEST if `choose` is max, or LEAST if `choose` is min.
 
-    If all arguments are numbers, they are compared as numbers. Otherwise all are compared as texts.
+    The arguments are compared as numbers if all of them are numbers, and otherwise as texts.
     """
     def function(first, second, *more):
         values = [first, second, *more]
@@ -238,8 +240,8 @@ class Sqlite:
     """
 
     def __init__(self, name: str, script: str):
-        # No statements are cached: a cached statement would continue its step count, and so reach
-        # VM_STEPS earlier if a query is repeated.
+        # Do not cache statements. If a query is repeated, a cached statement continues the step
+        # count of the first execution, so the query reaches VM_STEPS too early.
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
         try:
@@ -414,8 +416,8 @@ class MySQL:
         UsageError: The user has no permission to read the database.
         EnvError: The connection to the server failed or was lost.
     """
-    TIMED_OUT = {1969, 3024}  # error codes of a query that exceeded its time limit
-    DENIED = {1044, 1045, 1049, 1698}  # error codes of a login or database that is denied
+    TIMED_OUT = {1969, 3024}  # error codes if a query exceeds the time limit
+    DENIED = {1044, 1045, 1049, 1698}  # error codes if the login or the database is denied
     # Error codes of a lost connection: the server has too many connections, shuts down, cannot
     # reach the client, or has killed the query or the connection.
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}

@@ -300,10 +300,10 @@ def schema_key(script: str) -> frozenset:
 def worth_asking(run, gold: str) -> bool:
     """Returns True if a gold query is suitable for a question.
 
-    The result must not be empty or NULL, and must have at most 300 characters as text. If the query
-    has a WHERE clause, the clause must matter: the query is run again without the clause, and the
-    two results must differ. If the gold query returns several rows, they must be at most 70% of the
-    number of rows without the clause.
+    The result must have at least one row and at most 300 characters as text, and its first value
+    must not be NULL. If the query has a WHERE clause, the query is also run without the clause.
+    The two results must differ. If the gold query returns several rows, their number must be at
+    most 70% of the number of rows without the clause.
 
     Args:
         run: Function that runs a query and returns its rows.

@@ -38,8 +38,8 @@ SIGNS = re.compile(r"[`*=<>]|\(.*\bfrom\b|\bfrom\s*\(|\bwhere\b.*(?:[(\"]|\s')"
 def _pattern(gold: str) -> re.Pattern:
     """Returns a pattern that matches every query of a question family.
 
-    The query must be written as the `parts_of` it, separated by spaces. If a placeholder occurs
-    twice in `gold`, it must stand for the same text both times.
+    Before matching, a query must be split with `parts_of` and joined with spaces. If a placeholder
+    occurs twice in `gold`, it must stand for the same text both times.
     """
     pattern = re.escape(" ".join(re.findall(r"\{\w+\}|\w+|[^\w\s]", gold)))
     for hole, kind in HOLES.items():
