@@ -77,6 +77,7 @@ def play(task: str, text: str | None, lines, send) -> None:
 
 def record_calls(requester) -> list:
     """Records all later API calls of a requester of the package.
+
     Returns:
         A list, empty at first. Each later call appends ["APP.API", arguments] to it.
     """

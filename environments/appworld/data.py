@@ -89,6 +89,7 @@ def make_small_appworld(folder: Path) -> Path:
 @lru_cache(None)
 def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
     """Reads the task ids of all splits.
+
     Returns:
         A dict that maps each split to its tasks. The tasks are a dict that maps each task id to
         {"start": task id}, in the order of the file of task ids.

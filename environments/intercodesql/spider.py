@@ -24,6 +24,7 @@ from envs import EnvError
 def spider_data(folder: str) -> SQLData:
     """Reads InterCode's or IPR's questions from a folder, and the dump of the databases if there is
     one.
+
     InterCode's questions have no splits, so they are split here by database. Of every five
     databases, in alphabetical order, the fourth is for validation, the fifth for testing, and the
     others are for training. IPR's questions come with splits.
@@ -56,8 +57,8 @@ def _records(path: Path) -> list[dict]:
     return records
 
 
-# Parts of a CREATE TABLE statement that sqlite does not accept, such as AUTO_INCREMENT, or the 20
-# in a key on the first 20 characters of a column: `name`(20)
+# Parts of a CREATE TABLE statement that sqlite does not accept: AUTO_INCREMENT, CHARACTER SET and
+# COLLATE, and the length of a prefix in a key, such as (20) in `name`(20)
 _MYSQL_SYNTAX = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
 
 

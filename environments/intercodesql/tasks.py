@@ -288,6 +288,7 @@ class TaskGenerator:
 @cache
 def effect(data: questions.SQLData, db: str, gold: str) -> str:
     """Returns a fingerprint of a query. Two queries with equal fingerprints count as equivalent.
+
     The query is run on its database and on COPIES copies of the database with new random rows. The
     fingerprint is a hash of all results. If the query fails, its text is returned instead.
     """
