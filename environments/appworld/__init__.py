@@ -1,4 +1,4 @@
-"""AppWorld: an agent writes Python that calls the APIs of a person's apps."""
+"""AppWorld: an agent writes Python code that calls the APIs of a person's apps."""
 
 import dataclasses
 from typing import Literal
@@ -9,17 +9,17 @@ from common.settings import OldFile
 
 @dataclasses.dataclass(frozen=True)
 class Options(environments.Options):
-    # folder that holds AppWorld's official `data` [a small AppWorld, made on first use]
+    # folder that contains AppWorld's official `data` [a small AppWorld, made on first use]
     appworld_root: OldFile = None
-    # reward of a task: "all" is 1 if all of its tests pass (TGC) and otherwise 0, "tests" is the
-    # share of its tests that pass [AppWorld; AgentEvolver has both]
+    # reward of an episode: "all" is 1 if all tests of the task pass (task goal completion, TGC) and
+    # otherwise 0; "tests" is the fraction of tests that pass [AppWorld; AgentEvolver has both]
     appworld_reward: Literal["all", "tests"] = "all"
 
     presets = {
-        # AgentEvolver uses 4,000 tokens for the prompt and 21,580 for the response.
+        # max_tokens is 4,000 tokens for the prompt plus 21,580 for the response [AgentEvolver].
         "": dict(max_tokens=25_580, max_new_tokens=1024, slots=8),
-        # 8,192 tokens are the context of SmolLM2. The episodes of the small AppWorld fit, and 200
-        # tokens hold a reply of its experts.
+        # The context length of SmolLM2 is 8,192 tokens, which is enough for the episodes of the
+        # small AppWorld. The replies of its expert trajectories have at most 200 tokens.
         "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, max_tokens=8192,
                         max_new_tokens=200, slots=8, gradient_checkpointing="on"),
         "quick": dict(train_tasks=20, eval_tasks=20),

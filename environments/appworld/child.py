@@ -1,11 +1,15 @@
-"""The server process that has the package appworld: `python child.py ROOT SECONDS MEGABYTES
-MAX_OUTPUT`, with a socket as its standard input. See `processes.py` for the other side.
+"""The server process, which imports the package appworld and runs episodes and judgements.
 
-It runs under the interpreter of the package and imports nothing of this project but `jail.py`.
+    python child.py ROOT SECONDS MEGABYTES MAX_OUTPUT
 
-It imports all apps once. Each episode and each judgement is a fork of it that isolates itself
-(`jail.py`) and exchanges lines of JSON with its client. The fork of an episode has its task without
-the ground truth. The fork of a judgement has the ground truth, and runs no code of a model.
+Its client is processes.py, which starts it with a socket as standard input. The server runs with
+the Python interpreter that has the package installed, so it imports no module of this project
+except jail.py.
+
+The server imports all apps once. Then it forks a process for each episode and for each judgement.
+The forked process isolates itself (see jail.py) and exchanges lines of JSON with the client. The
+process of an episode can read the task, but not its ground truth. The process of a judgement can
+read the ground truth, but runs no code written by a model.
 """
 
 import gc
@@ -23,28 +27,30 @@ from pathlib import Path
 
 ROOT = sys.argv[1]
 SECONDS, MEGABYTES, MAX_OUTPUT = map(int, sys.argv[2:])
-os.environ["APPWORLD_ROOT"] = ROOT  # the package reads it when it is imported
+os.environ["APPWORLD_ROOT"] = ROOT  # must be set before the package is imported
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import jail  # noqa: E402
 
-MAX_CALLS = 50  # calls of one reply that are reported [ours]
+MAX_CALLS = 50  # maximum number of API calls that are reported per reply (our choice)
 
 
 # ------------------------------------------------------------------------------- inside an episode
 
 
 def play(task: str, text: str | None, lines, send) -> None:
-    """Runs an episode.
+    """Runs an episode until there are no more requests.
 
-    It sends the instruction and the person's data. Then it executes the code of each request, or
-    sends what the episode has changed in the apps.
+    First it sends the instruction and the person's name, email address and phone number. Then it
+    answers requests. A request with code executes the code and returns its output. A request to
+    save returns all changes that the episode has made in the apps.
 
     Args:
-        task: Id of the task whose start state is used.
-        text: Instruction of a task made in training, or None for the task's own.
-        lines: Requests, one line of JSON each: {"code": ...} or {"save": true}.
+        task: Id of an AppWorld task. The episode begins in its start state.
+        text: Instruction that replaces the task's own instruction, for a task made in training.
+            None keeps the task's own.
+        lines: Iterator over requests. Each is a line of JSON, {"code": ...} or {"save": true}.
         send: Function that sends its keyword arguments as a line of JSON.
     """
     from appworld import AppWorld
@@ -70,13 +76,17 @@ def play(task: str, text: str | None, lines, send) -> None:
 
 
 def record_calls(requester) -> list:
-    """Returns a list to which each later call of the requester is added as [APP.API, arguments]."""
+    """Records all later API calls of a requester of the package.
+
+    Returns:
+        A list, empty at first. Each later call appends ["APP.API", arguments] to it.
+    """
     calls = []
     request = requester._request
 
     def recorded(_app_name: str, _api_name: str, client=None, raise_on_failure=None, track=True,
                  **arguments):
-        if track:  # the package makes untracked calls of its own
+        if track:  # calls with track=False come from the package itself, not from the agent
             copied = json.loads(json.dumps(arguments, default=str))
             calls.append([f"{_app_name}.{_api_name}", copied])
         return request(_app_name, _api_name, client, raise_on_failure, track, **arguments)
@@ -89,8 +99,11 @@ def record_calls(requester) -> list:
 
 
 def judge(task: str, changes: dict) -> dict:
-    """Returns how many of the task's own tests pass on an episode's changes, and how many tests
-    there are."""
+    """Runs the task's own tests on the changes of an episode.
+
+    Returns:
+        A dict with `passed`, the number of tests that pass, and `tests`, the number of all tests.
+    """
     from appworld.evaluator import evaluate_task
     write_changes(task, "episode", changes)
     result = evaluate_task(task, "episode", save_report=False)
@@ -98,14 +111,15 @@ def judge(task: str, changes: dict) -> dict:
 
 
 def compare(task: str, changes: list[dict]) -> dict:
-    """Compares how two episodes of a task end.
+    """Compares the final states of two episodes.
 
     Args:
-        task: Id of the task whose start state both episodes have.
-        changes: The changes of the two episodes, file -> text.
+        task: Id of the task in whose start state both episodes began.
+        changes: The changes of the two episodes. Each is a dict that maps file names to texts.
 
     Returns:
-        `apps`: True if the records in the apps are the same. `answer`: True if the answers match.
+        A dict with `apps` (True if the apps hold the same records after both episodes) and `answer`
+        (True if the two answers match).
     """
     from appworld.apps import get_all_apps
     from appworld.common.utils import do_answers_match
@@ -119,11 +133,11 @@ def compare(task: str, changes: list[dict]) -> dict:
 
 
 def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
-    """Returns the records in the given apps at the end of an episode, and the answer.
+    """Returns the records in the given apps and the answer, both at the end of an episode.
 
-    The records are counted, table -> Counter of rows. The package's own comparison uses the number
-    of changes and the hashes that the episode has saved, so it takes an equal number of different
-    changes for the same.
+    The records are a dict that maps each table to a Counter of its rows. The package has a
+    comparison of its own, but it only compares the number of changes and the hashes saved by the
+    episode. Two episodes with the same number of different changes can therefore look the same.
     """
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection
@@ -136,12 +150,15 @@ def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[d
             selected = ", ".join(f'"{column}"' for column in sorted(columns))
             rows = model.db.connection.execute(f'SELECT {selected} FROM "{model.__tablename__}"')
             records[f"{app}.{table}"] = Counter(rows)
-    records.pop("supervisor.Task", None)  # the answer in it is compared separately
+    records.pop("supervisor.Task", None)  # this table holds the answer, which is returned below
     return records, json.loads(models.supervisor.Task.first().answer)
 
 
 def write_changes(task: str, name: str, changes: dict) -> str:
-    """Writes the changes of an episode to the folder that the package reads, and returns it."""
+    """Writes the changes of an episode to files in the folder where the package expects them.
+
+    Returns the path of the folder.
+    """
     folder = Path(ROOT, "experiments/outputs", name, "tasks", task, "dbs")
     folder.mkdir(parents=True)
     for file, text in changes.items():
@@ -153,8 +170,11 @@ def write_changes(task: str, name: str, changes: dict) -> str:
 
 
 def warm() -> None:
-    """Imports every module that a fork needs, and fills the package's caches, which forks share."""
-    import pytest  # noqa: F401  the tasks' own tests compare numbers with it
+    """Imports all modules that a forked process needs, and fills the caches of the package.
+
+    The forked processes share this memory with the server, so they start quickly.
+    """
+    import pytest  # noqa: F401  some tests of the tasks use pytest to compare numbers
     from appworld import AppWorld, evaluator, requester  # noqa: F401
     from appworld.apps import api_lib, get_all_apps
     from appworld.collections.api_docs import ApiDocCollection
@@ -167,17 +187,23 @@ def warm() -> None:
     requester.build_main_app(tuple(sorted(get_all_apps())))
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)),
                           include_response_schemas=True)
-    # The first freeze of the time inspects all modules and caches the result.
+    # Set and unset the date once. The first time, this inspects all modules and caches the result.
     frozen = api_lib.set_local_date_and_time(datetime(2024, 1, 1))
     api_lib.unset_local_date_and_time(frozen)
-    gc.freeze()  # otherwise the first garbage collection of each fork copies all of the memory
+    # Without this, the first garbage collection in a forked process would write to all objects, so
+    # the kernel would copy all of the shared memory.
+    gc.freeze()
 
 
 def visible_paths(task: str | None, truth: bool) -> list[str]:
-    """Returns the paths that a fork sees.
+    """Returns the paths that a forked process can read.
 
-    These are Python's libraries and, if there is a task, the data that all tasks share and the
-    task's own data, with its ground truth only if `truth` is True.
+    Every process can read Python's libraries. With a task, the process can also read the data that
+    all tasks share and the data of this task.
+
+    Args:
+        task: Id of the task, or None.
+        truth: True if the process can also read the task's ground truth.
     """
     paths = sysconfig.get_paths()
     libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -190,15 +216,17 @@ def visible_paths(task: str | None, truth: bool) -> list[str]:
 
 
 def run_fork(line: int, report: int, do: str, task: str | None) -> None:
-    """Runs in a fork: keeps two sockets to its client, isolates itself, and does its job.
+    """Does one job in a forked process.
+
+    The process keeps only two sockets to its client, isolates itself, and then does its job.
 
     Args:
         line: File descriptor of the socket for requests and answers.
-        report: File descriptor of the socket for `jail.enter`'s report of the end.
-        do: The job: "play", "judge", "compare" or "check".
-        task: Id of a task, or None for "check".
+        report: File descriptor of the socket on which `jail.enter` reports the end of the process.
+        do: The job: "play" (an episode), "judge", "compare" or "check".
+        task: Id of the task, or None for "check".
     """
-    # 1. Keep line as file 3 and report as file 4, with nothing behind 0, 1 and 2.
+    # 1. Move `line` to file descriptor 3 and `report` to 4. Connect 0, 1 and 2 to /dev/null.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     jail.die_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -206,8 +234,8 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
         os.dup2(file, target)
     os.closerange(5, 1 << 16)
     lines = socket.socket(fileno=3).makefile("rw")
-    # Read the request before anything can fail: a client that is still writing a long request
-    # would not read the error.
+    # Read the whole request before anything can fail, because the client cannot receive an error
+    # while it is still sending a long request.
     request = json.loads(lines.readline())
 
     def send(**answer) -> None:
@@ -234,17 +262,18 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
 
 
 def serve() -> None:
-    """Forks for each job that the client requests, until the client has ended.
+    """Forks a process for each job that the client requests. Exits when the client has exited.
 
-    A request is one short packet, with the two sockets of the fork attached. Longer texts go over
-    the fork's own socket, since a packet that is longer than the receiver's buffer would be cut.
+    A request is one short packet with the job, and two sockets are attached to the packet. Longer
+    texts are sent over the first of these sockets, because a packet is truncated if it is longer
+    than the receiver's buffer.
     """
     warm()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
     client = socket.socket(fileno=0)
     while True:
         request, files, _, _ = socket.recv_fds(client, 1 << 16, 2)
-        if not request:  # the client has ended
+        if not request:  # the client has closed its socket
             os._exit(0)
         process = os.fork()
         if not process:

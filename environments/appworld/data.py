@@ -1,4 +1,4 @@
-"""Locates AppWorld's package and data, and reads its tasks and their solutions."""
+"""Locates the package appworld and its data, and reads the tasks and their solutions."""
 
 import ast
 import hashlib
@@ -15,18 +15,23 @@ from filelock import FileLock
 from common.settings import UsageError
 
 PROJECT = Path(__file__).resolve().parents[2]
-PACKAGE = "appworld==0.1.3.post1"  # other versions have other data
-# run.sh makes it. The package pins other versions of libraries than this project needs.
+PACKAGE = "appworld==0.1.3.post1"  # pinned, because other versions come with different data
+# Virtual environment of the package, created by run.sh. It is separate because the package pins
+# versions of libraries that conflict with this project.
 VENV = PROJECT / ".venv-appworld"
 SOURCES = ("small.py", "families.py")  # files that define the small AppWorld
 SMALL_SPLITS = ("train", "validation", "test", "unseen")
+# Maps each split of the official data to the name of its file with task ids
 OFFICIAL = {"train": "train", "validation": "dev", "test_normal": "test_normal",
-            "test_challenge": "test_challenge"}  # split -> its file of task ids
-MAX_REPLIES = 30  # [AgentEvolver]
+            "test_challenge": "test_challenge"}
+MAX_REPLIES = 30  # maximum number of replies per episode [AgentEvolver]
 
 
 def interpreter() -> str:
-    """Returns the path of the Python that has the package. Raises UsageError if there is none."""
+    """Returns the path of the Python interpreter that has the package appworld.
+
+    Raises UsageError if the package is not installed.
+    """
     name = PACKAGE.replace("==", "-")
     if not (VENV / f"has-{name}").exists():
         raise UsageError(f"appworld: the package {PACKAGE} is not in {VENV}; "
@@ -35,13 +40,17 @@ def interpreter() -> str:
 
 
 def small_appworld() -> Path:
-    """Returns the folder of the small AppWorld, which is made on first use."""
+    """Returns the folder of the small AppWorld. The folder is created on first use.
+
+    The folder's name contains a hash of the package's version and of the files in SOURCES. After
+    any change to them, a new folder is created.
+    """
     here = Path(__file__).parent
     sources = [PACKAGE.encode(), *((here / name).read_bytes() for name in SOURCES)]
     name = hashlib.sha256(b"\0".join(sources)).hexdigest()[:16]
     folder = checked_path(PROJECT / ".cache" / f"appworld-{name}")
     folder.parent.mkdir(exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # if several runs start together, one of them makes it
+    with FileLock(f"{folder}.lock"):  # if several runs start together, only one creates the folder
         if not folder.exists():
             print(f"appworld: making the small AppWorld in {folder}, once, for half a minute")
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -50,7 +59,11 @@ def small_appworld() -> Path:
 
 
 def checked_path(folder: Path) -> Path:
-    """Returns the folder. Raises UsageError if the package would not read its files."""
+    """Returns `folder`, or raises UsageError if its path contains "memory".
+
+    With this word in the path of a database, the package creates the database in memory instead of
+    reading the file.
+    """
     if "memory" in str(folder):
         raise UsageError(f"appworld: {folder} has 'memory' in its path, which the package takes "
                          "for a database without a file; move it")
@@ -58,8 +71,10 @@ def checked_path(folder: Path) -> Path:
 
 
 def make_small_appworld(folder: Path) -> Path:
-    """Makes the small AppWorld in a folder, and returns it. Raises UsageError if the package
-    fails."""
+    """Runs small.py to create the small AppWorld in a folder, and returns the folder.
+
+    Raises UsageError if small.py fails.
+    """
     script = Path(__file__).with_name("small.py")
     run = subprocess.run(
         [interpreter(), "-I", str(script), str(folder)], stdin=subprocess.DEVNULL, text=True,
@@ -73,7 +88,15 @@ def make_small_appworld(folder: Path) -> Path:
 
 @lru_cache(None)
 def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
-    """Returns the tasks, split -> key -> {start: key}, in the order of the files of task ids."""
+    """Reads the task ids of all splits.
+
+    Returns:
+        A dict that maps each split to its tasks. The tasks are a dict that maps each task id to
+        {"start": task id}, in the order of the file of task ids.
+
+    Raises:
+        UsageError: A file of the data is missing.
+    """
     tasks, files = {}, OFFICIAL if official else {name: name for name in SMALL_SPLITS}
     for split, name in files.items():
         keys = existing(root, f"datasets/{name}.txt").read_text().split()
@@ -86,7 +109,7 @@ def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
 
 
 def existing(root: Path, name: str) -> Path:
-    """Returns the path of a file of the data. Raises UsageError if it is missing."""
+    """Returns the path of the data file `name`. Raises UsageError if the file is missing."""
     file = root / "data" / name
     if not file.is_file():
         raise UsageError(f"--appworld-root {root}: {file} is missing; download the official data "
@@ -95,8 +118,10 @@ def existing(root: Path, name: str) -> Path:
 
 
 def solution(root: Path, key: str) -> list[str]:
-    """Returns the code of a task's solution in parts, see `parts`. Raises UsageError if the task
-    has none."""
+    """Returns the code of a task's official solution, split into `parts`.
+
+    Raises UsageError if the task has no solution.
+    """
     file = root / "data/tasks" / key / "ground_truth/compiled_solution.py"
     if not file.is_file():
         raise UsageError(f"appworld: task {key} has no solution in {file.parent}; use tasks of the "
@@ -105,10 +130,11 @@ def solution(root: Path, key: str) -> list[str]:
 
 
 def parts(source: str) -> list[str]:
-    """Splits the body of the function `solution` into parts, one reply each.
+    """Splits the code of a solution into parts. The expert sends one part per reply.
 
-    Each part calls one API. If there are more than MAX_REPLIES parts, consecutive ones are joined.
-    A statement, also a loop, stays whole.
+    `source` defines the function `solution`, and the body of this function is split. Each part has
+    one top-level statement that calls APIs, such as an assignment or a whole loop. If there are
+    more than MAX_REPLIES parts, consecutive parts are joined.
     """
     module = ast.parse(source)
     function = next(node for node in module.body if isinstance(node, ast.FunctionDef))
@@ -125,7 +151,7 @@ def parts(source: str) -> list[str]:
 
 
 def calls_in(tree: ast.AST) -> list[str]:
-    """Returns the names APP.API of the APIs that a piece of code calls, in the order of the
+    """Returns the name "APP.API" of each API call in a piece of code, in the order of the source
     text."""
     names = []
     for node in ast.walk(tree):
@@ -137,20 +163,26 @@ def calls_in(tree: ast.AST) -> list[str]:
 
 
 def specs(root: Path, key: str) -> dict:
-    """Returns the specification of a task, with its `instruction` and the person, `supervisor`."""
+    """Returns the specification of a task.
+
+    `instruction` is the text of the task. `supervisor` has the data of the person who asks.
+    """
     return json.loads((root / "data/tasks" / key / "specs.json").read_text())
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:
-    """Returns how a task's start state differs from the shared databases, file -> text, in the form
-    in which an episode saves its changes."""
+    """Returns the changes that lead from the databases shared by all tasks to a task's start state.
+
+    The changes have the same form as the changes of an episode: a dict that maps file names to
+    texts.
+    """
     folder = root / "data/tasks" / key / "dbs"
     return {file.name: file.read_text() for file in sorted(folder.iterdir())}
 
 
 @lru_cache(None)
 def documents(root: Path) -> dict[str, dict]:
-    """Returns the documents of all APIs, by APP.API."""
+    """Returns the documentation of all APIs, as a dict with a key "APP.API" for each API."""
     by_name = {}
     for file in sorted((root / "data/api_docs/standard").glob("*.json")):
         for api, document in json.loads(file.read_text()).items():

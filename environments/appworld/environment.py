@@ -1,4 +1,4 @@
-"""AppWorld: an agent does what a person requests, by Python that calls the person's apps."""
+"""The environment AppWorld: an agent writes Python code that calls the APIs of a person's apps."""
 
 import re
 from importlib import import_module
@@ -29,17 +29,21 @@ FORM = "There is no block of code, ```python ... ```, in this reply."
 
 
 class AppWorld(Environment):
-    """The tasks of AppWorld, or of a small AppWorld in the same format.
+    """The tasks of the official AppWorld, or of a small AppWorld in the same format.
 
-    The reward comes at the end of an episode: 1 if all of the task's tests pass on the final state
-    of the apps, and otherwise 0. With appworld_reward="tests" it is the share of tests that pass. A
-    task made in training has two tests: the apps and the answer must be the same as after its own
-    code. If the code ends its process, or does not end in time, the episode ends with reward 0.
+    A task comes with tests that check the final state of the apps. At the end of an episode, the
+    reward is 1 if all tests pass, and otherwise 0. With appworld_reward="tests", the reward is the
+    fraction of tests that pass.
+
+    A task made in training has two tests. One compares the apps with their state after the task's
+    own solution, and the other one compares the answers. If the agent's code kills its process or
+    exceeds the time limit, the episode ends with reward 0.
 
     Args:
-        view: "full" or "short". Both show the same text.
-        appworld_root: The folder of the official `data`, or None for the small AppWorld.
-        appworld_reward: "all" or "tests".
+        view: "full" or "short". Both views show the same text.
+        appworld_root: Path of the folder that contains the official `data`, or None for the small
+            AppWorld.
+        appworld_reward: "all" or "tests", see above.
     """
     name = "appworld"
     rules = PROMPT
@@ -48,7 +52,7 @@ class AppWorld(Environment):
     def __init__(self, view: str = "full", appworld_root: str | None = None,
                  appworld_reward: str = "all"):
         super().__init__(view)
-        self.prompt = PROMPT  # also in the short view: no tiny model plays these tasks
+        self.prompt = PROMPT  # for both views, because the tiny model is never used with AppWorld
         python = data.interpreter()
         folder = Path(appworld_root).resolve() if appworld_root else data.small_appworld()
         root = data.checked_path(folder)
@@ -65,7 +69,7 @@ class AppWorld(Environment):
         self.close()
         self._task = task
         self._replies = 0
-        self.changes = None  # the episode's changes in the apps, once it has ended
+        self.changes = None  # set to the changes in the apps when the episode ends
         self._episode = self.judge.start_episode(task)
         owner = self._episode.owner
         return (f"I am {owner['first_name']} {owner['last_name']}; my email address is "
@@ -107,12 +111,15 @@ class AppWorld(Environment):
         self._episode = None
 
     def solution(self, task: dict) -> list[str]:
-        """Returns the code of a task's solution, one item per reply."""
+        """Returns the code of a task's solution, as one item for each reply."""
         return task["code"] if "code" in task else data.solution(self.judge.root, task["start"])
 
 
 def code_of(reply: str) -> str | None:
-    """Returns the first block of Python in a reply, or None. Its closing fence may be missing."""
+    """Returns the code in the first ```python block of a reply, or None if there is no such block.
+
+    The closing ``` may be missing.
+    """
     match = re.search(r"```python\n(.*?)(?:```|\Z)", reply, re.DOTALL)
     return match[1].strip() if match else None
 

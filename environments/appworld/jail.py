@@ -1,11 +1,11 @@
 """Isolates a process that runs code written by a model.
 
-The process can read the given paths and write to empty folders of its own. It has no network, sees
-no other process, and can neither start one nor gain privileges.
+The isolated process can read only the given paths, and can write only to its own folders, which are
+empty at first. It has no network. It cannot see other processes, start new ones or gain privileges.
 
-This needs Linux: it uses namespaces, and a seccomp filter of system calls, which libseccomp
-installs. A user other than root also needs permission to create user namespaces. An OSError names
-the step that the machine does not allow.
+The isolation needs Linux, because it uses namespaces and a seccomp filter for system calls. The
+library libseccomp installs the filter. A user who is not root also needs permission to create user
+namespaces. If the machine does not allow a step of the isolation, an OSError names the step.
 """
 
 import ctypes
@@ -21,46 +21,54 @@ NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
 DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # options of prctl
-SIZE = 128 << 20      # bytes of its own folders together, and of one file [ours]
-MAX_FILES = 10_000    # files and folders in them [ours]
-MAX_OPEN = 256        # files open at a time [ours]
-MAX_THREADS = 200     # threads at a time [ours]
-FIRST_USER = 60_000   # the first of 4,000 user ids that systems leave unused
+# Limits of an isolated process (our choice)
+SIZE = 128 << 20      # maximum size in bytes of its writable folders together, and of each file
+MAX_FILES = 10_000    # maximum number of files and folders in its writable folders
+MAX_OPEN = 256        # maximum number of open files
+MAX_THREADS = 200     # maximum number of threads
+FIRST_USER = 60_000   # the first of 4,000 user ids that Linux systems leave unused
 
 NOT_EQUAL, MASKED = 1, 7  # libseccomp's comparisons of an argument
-INT = 0xFFFFFFFF          # mask of the lower half of an argument, which the kernel reads as an int
-# System calls that fail: (name,), or (name, index of an argument, comparison, two values) if the
-# call fails only with such an argument.
+INT = 0xFFFFFFFF          # mask of the lower 32 bits, if the kernel reads an argument as an int
+# System calls that the filter makes fail. An item is (name,) if every such call fails. It is (name,
+# index of an argument, comparison, value, value) if the call fails only for some values of this
+# argument: those that differ from the first value (NOT_EQUAL), or those that equal the second value
+# after & with the first value (MASKED).
 DENIED = (
-    # calls that start processes, or that reach other processes and their namespaces
+    # calls that start processes, or that access other processes and their namespaces
     ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
-    ("clone", 0, MASKED, 0x10000, 0),            # anything but a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # this option must stay set
-    # a filter of its own, which could kill one thread while the others wait for it
+    ("clone", 0, MASKED, 0x10000, 0),            # fails unless it starts a thread
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # fails, because `die_with_parent` must stay set
+    # calls that install another filter, which could kill one thread while other threads wait for it
     ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
-    ("socket", 0, NOT_EQUAL, 1, 0),              # any family but AF_UNIX, which socketpair uses
-    # memory that no limit counts
+    ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
+    # calls that allocate memory that does not count towards the limit of the address space
     ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
-    # keys, which outlive the process
+    # calls that store keys in the kernel, where the keys remain after the process has ended
     ("add_key",), ("request_key",), ("keyctl",),
-    # the kernel's own engines
+    # calls that use kernel interfaces with a large attack surface
     ("bpf",), ("perf_event_open",), ("userfaultfd",),
-    # its resource limits: with them it could get itself killed as if from outside; reading them
-    # is allowed
+    # calls that change resource limits. With a low limit, the agent's code could make the kernel
+    # kill the process, and the kill would count as one from outside. Reading limits is allowed.
     ("setrlimit",), ("prlimit64", 2, NOT_EQUAL, 0, 0))
-# Newer system calls, which have one number on all architectures. Libraries do without them.
+# Numbers of newer system calls, which are the same on all architectures. All of these calls fail.
+# Libraries then use older calls instead.
 NEWER = range(424, 600)
 
 
 def enter(visible: list[str], own: list[str], megabytes: int, report: int | None = None) -> None:
-    """Continues in a new, isolated process. The calling process waits for it to end, and exits.
+    """Continues the program in a new, isolated process.
+
+    This function returns only in the new process. The calling process waits until the new process
+    ends, and then exits.
 
     Args:
-        visible: Files and folders that the process can read, under the same paths.
-        own: Folders that it may write to, empty at first.
-        megabytes: Limit of its address space.
-        report: The last open file descriptor. The waiting process writes "ended" to it, unless
-            something outside has killed the new process.
+        visible: Files and folders that the new process can read, under the same paths.
+        own: Folders to which the new process can write. They are empty at first.
+        megabytes: Maximum address space of the new process, in MiB.
+        report: File descriptor to which the calling process writes "ended" when the new process
+            ends. It writes nothing if SIGKILL ended the new process, because this signal comes from
+            outside. All higher file descriptors must be closed.
 
     Raises:
         OSError: The machine does not allow one of the steps.
@@ -68,10 +76,11 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
     user = FIRST_USER + os.getpid() % 4_000 if os.geteuid() == 0 else None
     seccomp = ctypes.CDLL("libseccomp.so.2")
     separate(user is not None)
-    die_with_parent()  # again, since a new user namespace has cleared it
+    die_with_parent()  # set the option again, because entering a user namespace has cleared it
     build_root(visible, own, user)
     if process := os.fork():
-        # Otherwise the client could not see that the new process has closed its files.
+        # Close this process's copies of the sockets. Otherwise the client would not notice when the
+        # new process closes them.
         os.closerange(0, report or 1 << 16)
         _, status = os.waitpid(process, 0)
         if report and status != 9:
@@ -79,7 +88,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
         os._exit(0)
     if report:
         os.close(report)
-    os.setsid()  # otherwise a signal to its group would reach other episodes
+    os.setsid()  # a new process group, so that a signal to the group cannot reach other episodes
     set_limits(megabytes, user)
     drop_privileges(user)
     die_with_parent()
@@ -87,7 +96,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
 
 
 def call(name: str, *arguments) -> None:
-    """Calls a function of the C library by its name. Raises OSError if it fails."""
+    """Calls the function `name` of the C library. Raises OSError if the function fails."""
     arguments = [text.encode() if isinstance(text, str) else text for text in arguments]
     if getattr(LIBC, name)(*arguments):
         error = ctypes.get_errno()
@@ -99,11 +108,15 @@ def die_with_parent() -> None:
 
 
 def separate(root: bool) -> None:
-    """Enters new namespaces of mounts, network, processes, IPC and host names."""
+    """Enters new namespaces for mounts, network, processes, IPC and host name.
+
+    Args:
+        root: True if the current user is root. Any other user also enters a new user namespace.
+    """
     user, group = os.geteuid(), os.getegid()
     namespaces = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS | NEW_IPC | NEW_NAMES
     call("unshare", namespaces if root else namespaces | NEW_USER)
-    if not root:  # become root of the user namespace, who may mount there
+    if not root:  # become root inside the user namespace, because only root can mount
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"),
                            ("gid_map", f"0 {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
@@ -111,9 +124,16 @@ def separate(root: bool) -> None:
 
 
 def build_root(visible: list[str], own: list[str], user: int | None) -> None:
-    """Builds a root folder that holds only the visible paths and the writable folders, which belong
-    to `user`."""
-    base = "/proc"  # no visible path lies there, and no other process sees this mount
+    """Replaces the root folder with a new one that holds only the given paths.
+
+    Args:
+        visible: Files and folders that are mounted read-only.
+        own: Folders that are created empty and writable.
+        user: User id of the owner of the folders in `own`, or None for the current user.
+    """
+    # The new root is built in /proc, because no visible path lies there. Other processes keep the
+    # real /proc, because this process has its own mount namespace.
+    base = "/proc"
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
     limits = f"size={SIZE},nr_inodes={MAX_FILES},mode=755"
     call("mount", "none", base, "tmpfs", NO_SUID | NO_DEVICES, limits)
@@ -125,11 +145,12 @@ def build_root(visible: list[str], own: list[str], user: int | None) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
         call("mount", path, target, None, BIND, None)
-        no_exec = os.statvfs(path).f_flag & NO_EXEC  # a user namespace may not clear this flag
+        # Keep the flag noexec if it is set, because a user namespace must not clear it.
+        no_exec = os.statvfs(path).f_flag & NO_EXEC
         flags = REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | no_exec
         call("mount", None, target, None, flags, None)
     for path in own:
-        os.makedirs(base + path, exist_ok=True)  # it may also hold a visible path
+        os.makedirs(base + path, exist_ok=True)  # it exists if a visible path lies in it
         if user is not None:
             os.chown(base + path, user, user)
     os.mkdir(f"{base}/old")
@@ -143,7 +164,8 @@ def set_limits(megabytes: int, user: int | None) -> None:
     limits = {resource.RLIMIT_AS: megabytes << 20, resource.RLIMIT_FSIZE: SIZE,
             resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN}
     version = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
-    # Before Linux 5.14 the limit counts all processes of the user outside, too.
+    # Before Linux 5.14, RLIMIT_NPROC also counts the user's processes outside of the namespace. The
+    # limit is then set only for an otherwise unused user.
     if user is not None or tuple(map(int, version)) >= (5, 14):
         limits[resource.RLIMIT_NPROC] = MAX_THREADS
     for kind, value in limits.items():
@@ -151,9 +173,9 @@ def set_limits(megabytes: int, user: int | None) -> None:
 
 
 def drop_privileges(user: int | None) -> None:
-    """Drops all capabilities and, if it is root outside, becomes an unused user."""
+    """Drops all capabilities of the process. If `user` is not None, switches to this user id."""
     for capability in range(64):
-        LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # numbers beyond the last one fail
+        LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # fails for numbers without a capability
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -162,12 +184,14 @@ def drop_privileges(user: int | None) -> None:
 
 
 def filter_calls(seccomp: ctypes.CDLL) -> None:
-    """Installs the filter of system calls.
+    """Installs the seccomp filter for system calls.
 
-    From here on the process may start threads, but no process, and cannot open a socket with a
-    network. libseccomp also sets no_new_privs, so no program gains privileges. A call with the
-    numbers of another architecture (32-bit, x32) kills the whole process. libseccomp's default
-    would kill only the calling thread, and the other threads would wait until the time limit.
+    After this, the process can start threads but no processes, and cannot open network sockets.
+    libseccomp also sets no_new_privs, so the process cannot gain privileges.
+
+    A system call with the numbers of another architecture (32-bit or x32) kills the whole process.
+    By default, libseccomp kills only the calling thread, and the other threads then wait for that
+    thread until the time limit.
     """
     allow, deny, kill_process, other_architecture = 0x7FFF0000, 0x50000, 0x80000000, 2
     seccomp.seccomp_init.restype = ctypes.c_void_p

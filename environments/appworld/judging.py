@@ -1,4 +1,4 @@
-"""Judges what an agent's code has changed in the apps."""
+"""Judges the changes that an agent's code has made in the apps."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +13,13 @@ class Trace:
     """The record of a solution that was run part by part.
 
     Attributes:
-        outputs: The output of each part.
-        calls: The calls of each part, a list of [APP.API, arguments].
-        changed: For each part, True if it changed the apps.
-        changes: All changes at the end, file -> text, as an episode saves them.
+        outputs: The printed output of each part.
+        calls: One list per part, with the API calls of the part. A call is ["APP.API", arguments].
+        changed: One bool per part, True if the part changed the apps.
+        changes: All changes in the apps at the end, as a dict that maps file names to texts.
         done: True if the solution completed the task.
-        process_error: The reason why the process ended before the solution did, or None. With a
-            reason, the effect of the solution is unknown.
+        process_error: None if the whole solution was run. Otherwise the reason why the process
+            ended early. In this case the result of the solution is unknown.
     """
     outputs: list[str] = field(default_factory=list)
     calls: list[list] = field(default_factory=list)
@@ -30,24 +30,28 @@ class Trace:
 
 
 class Judge:
-    """Runs solutions and compares the final states of episodes, each in a process of its own.
+    """Runs solutions, and judges and compares the final states of episodes.
+
+    Each of these jobs runs in a separate, isolated process.
 
     Args:
-        python: The interpreter that has the package.
-        root: The folder that holds AppWorld's `data`.
+        python: Path of the Python interpreter that has the package appworld.
+        root: Folder that contains AppWorld's `data`.
     """
 
     def __init__(self, python: str, root: Path):
         self.python = python
         self.root = root
-        self._traces = {}  # a task made in training -> the trace of its own code
+        self._traces = {}  # maps each task made in training to the trace of its own solution
 
     def start_episode(self, task: dict) -> Episode:
         return Episode(server(self.python, self.root), task["start"], task.get("text"))
 
     def trace(self, task: dict, code: list[str]) -> Trace:
-        """Runs the parts of a solution in a new episode until the task is completed, and returns
-        their trace."""
+        """Runs the parts of a solution in a new episode, and returns a trace of the run.
+
+        It stops after the part that completes the task.
+        """
         trace = Trace()
         episode = self.start_episode(task)
         try:
@@ -69,31 +73,38 @@ class Judge:
         return trace
 
     def compare(self, start: str, first: dict, second: dict) -> dict:
-        """Compares the final states of two episodes with the same start state.
+        """Compares the final states of two episodes that began in the same start state.
 
         Args:
-            start: Id of the task whose start state it is.
-            first: The changes of one episode.
-            second: The changes of the other episode.
+            start: Id of the task whose start state this is.
+            first: The changes that one episode has made in the apps.
+            second: The changes that the other episode has made.
 
         Returns:
-            `apps` and `answer`, each True if both episodes end with the same, or `error` if they
-            cannot be compared.
+            A dict with `apps` (True if the apps hold the same records) and `answer` (True if the
+            two answers match). If the comparison fails, a dict with `error` instead.
         """
         return server(self.python, self.root).run_once("compare", start, changes=[first, second])
 
     def share(self, task: dict, changes: dict[str, str]) -> float:
-        """Returns the share of a task's tests that pass on the changes of an episode.
+        """Returns the fraction of a task's tests that pass after an episode.
 
-        A task made in training has two tests: the apps and the answer must be the same as after its
-        own code. Raises EnvError if not even the start state can be judged.
+        A task made in training has two tests. They compare the apps and the answer at the end of
+        the episode with the apps and the answer after the task's own solution.
+
+        Args:
+            task: The task.
+            changes: The changes that the episode has made in the apps.
+
+        Raises:
+            EnvError: Judging fails even for the unchanged start state.
         """
         test = self._compare_with_own_code if "code" in task else self._run_tests
         result = test(task, changes)
         if "error" not in result:
             return result["passed"] / result["tests"]
-        # Either the package cannot read the changes, so the episode has failed, or judging itself
-        # does not work here. The start state shows which.
+        # There are two possible causes. If the package cannot read the changes, the episode has
+        # failed. If judging does not work on this machine, it also fails for the start state.
         result = test(task, data.start_changes(self.root, task["start"]))
         if "error" in result:
             raise EnvError(f"appworld: {task['start']} can't be judged: {result['error']}")
@@ -106,13 +117,13 @@ class Judge:
         key = repr(task)
         if key not in self._traces:
             trace = self.trace(task, task["code"])
-            if trace.process_error is not None:  # the machine may be busy, so no agent has failed
+            if trace.process_error is not None:  # not the agent's fault; the machine may be busy
                 raise EnvError(
                     f"appworld: the code of a task made on {task['start']} did not run to its end: "
                     f"{trace.process_error}; give fewer --slots, or --verify true")
             self._traces[key] = trace
         if not self._traces[key].done:
-            return dict(passed=0, tests=2)  # possible if the task was not verified
+            return dict(passed=0, tests=2)  # can happen if new tasks are not verified
         result = self.compare(task["start"], self._traces[key].changes, changes)
         if "error" in result:
             return result
@@ -120,6 +131,9 @@ class Judge:
 
 
 def changes_of_apps(changes: dict[str, str]) -> dict[str, str]:
-    """Returns the changes without those of the task itself, which are its state and answer."""
+    """Returns the changes without those in the app "supervisor".
+
+    This app holds the status and the answer of the task.
+    """
     return {file: text for file, text in changes.items()
             if file.endswith(".jsonl") and file != "supervisor.jsonl"}

@@ -1,6 +1,6 @@
 """The client of the isolated processes that run AppWorld's episodes and judgements.
 
-`child.py` is the other side.
+The server, which forks these processes, is in child.py.
 """
 
 import json
@@ -17,25 +17,28 @@ from pathlib import Path
 from common.settings import UsageError
 from envs import EnvError
 
-SECONDS = 20          # time limit of one reply's code [ours]
-MEGABYTES = 3000      # address space of an episode's process [ours]
-GRACE_SECONDS = 5     # time after that limit until the process is killed [ours]
-START_SECONDS = 900   # time limit for anything that runs no code of a model [ours]
-JUDGE_SECONDS = 120   # time limit of a judgement, which runs SQL saved by an episode [ours]
-MAX_ANSWER = 16 << 20  # bytes of an answer, which may hold all changes of an episode [ours]
-MAX_OUTPUT = 20_000   # characters of an observation [ours]
+# All limits are our choice.
+SECONDS = 20          # time limit of the code in one reply
+MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
+GRACE_SECONDS = 5     # the process is killed this many seconds after the time limit
+START_SECONDS = 900   # time limit for starting the server, a forked process or an episode
+JUDGE_SECONDS = 120   # time limit of a judgement, which executes SQL that an episode has saved
+MAX_ANSWER = 16 << 20  # maximum size of an answer in bytes; it may hold all changes of an episode
+MAX_OUTPUT = 20_000   # maximum number of characters of an observation
 
 
 class ProcessEnded(Exception):
-    """A process has ended, or exceeded its time limit, because of the code that it ran."""
+    """Raised if an isolated process has ended or exceeded its time limit because of its code."""
 
 
 class Server:
-    """The process that has the package imported. All environments of this process share it.
+    """The server process that has imported the package appworld, see child.py.
+
+    All AppWorld environments in this process share one server.
 
     Args:
-        python: The interpreter that has the package.
-        root: The folder that holds AppWorld's `data`.
+        python: Path of the Python interpreter that has the package appworld.
+        root: Folder that contains AppWorld's `data`.
 
     Raises:
         UsageError: This machine cannot isolate processes.
@@ -52,8 +55,9 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 cwd="/", start_new_session=True,
-                env={"TZ": "UTC", "PYTHONHASHSEED": "0", "HOME": "/"})  # a user may have no home
-        answer = self.run_once("check", None)  # it waits until the package is imported
+                # HOME is set because some users have no home folder.
+                env={"TZ": "UTC", "PYTHONHASHSEED": "0", "HOME": "/"})
+        answer = self.run_once("check", None)  # waits until the server has imported the package
         if "error" in answer:
             self.end()
             raise UsageError(
@@ -62,14 +66,14 @@ class Server:
                 "which a container's root may lack")
 
     def begin(self, request: dict, files: list[int]) -> int:
-        """Starts a fork of the server.
+        """Makes the server fork a process.
 
         Args:
-            request: The job, which fits into one packet.
-            files: File descriptors that the fork gets.
+            request: The job of the new process. It must fit into one packet.
+            files: File descriptors that are passed to the new process.
 
         Returns:
-            A pidfd of the fork.
+            A pidfd (a file descriptor that refers to the new process).
         """
         with self._lock:
             try:
@@ -81,8 +85,10 @@ class Server:
         return process
 
     def run_once(self, do: str, task: str | None, **request) -> dict:
-        """Returns the answer of a process that does one job. The answer has `error` if the job
-        failed."""
+        """Runs one job in a new isolated process, and returns its answer.
+
+        If the job fails, the answer is a dict with `error`.
+        """
         isolated = IsolatedProcess(self, do, task)
         try:
             return isolated.request(JUDGE_SECONDS, **request)
@@ -98,12 +104,12 @@ class Server:
 
 
 class IsolatedProcess:
-    """An isolated process with one job.
+    """An isolated process, which does one job.
 
     Args:
-        server: The server that it is forked from.
-        do: The job: "play", "judge", "compare" or "check".
-        task: Id of a task, or None for "check".
+        server: The server that forks the process.
+        do: The job: "play" (an episode), "judge", "compare" or "check".
+        task: Id of the task, or None for "check".
     """
 
     def __init__(self, server: Server, do: str, task: str | None):
@@ -114,19 +120,24 @@ class IsolatedProcess:
             self._process = server.begin(dict(do=do, task=task), files)
 
     def request(self, seconds: float, **request) -> dict:
-        """Sends a request and returns the answer.
+        """Sends a request to the process, and returns its answer.
 
-        If there is no answer, the process is ended and an exception is raised.
+        If there is no valid answer, the process is killed and an exception is raised.
+
+        Args:
+            seconds: Time limit for the answer.
+            request: The request, which is sent as JSON.
 
         Raises:
-            ProcessEnded: The process has ended by itself, or has not answered in `seconds`.
-            EnvError: Something outside killed the process, for example for memory.
+            ProcessEnded: The process has ended by itself, or has not answered in time.
+            EnvError: The process was killed from outside, for example because the machine ran out
+                of memory.
         """
         try:
             answer = json.loads(self._exchange(seconds, request))
             if not isinstance(answer, dict):
                 raise ValueError
-            # The answer may hold lone surrogates, which no file or tokenizer takes.
+            # Replace lone surrogates in the answer, because files and tokenizers reject them.
             valid = json.dumps(answer, ensure_ascii=False).encode(errors="replace")
             return json.loads(valid)
         except TimeoutError:
@@ -141,7 +152,7 @@ class IsolatedProcess:
             raise ProcessEnded("its process has ended") from None
 
     def _exchange(self, seconds: float, request: dict) -> bytes:
-        """Sends a line of JSON and returns the line that answers it."""
+        """Sends a request as a line of JSON, and returns the line that the process sends back."""
         deadline = time.monotonic() + seconds
         self._line.settimeout(seconds)
         self._line.sendall(json.dumps(request).encode() + b"\n")
@@ -155,7 +166,10 @@ class IsolatedProcess:
         return answer
 
     def _was_killed(self) -> bool:
-        """Returns True if the process has ended without the report of `jail.enter`."""
+        """Returns True if the process was killed from outside.
+
+        If a process ends in another way, `jail.enter` reports its end.
+        """
         self._report.settimeout(1.0)
         try:
             return not self._report.recv(100)
@@ -164,9 +178,9 @@ class IsolatedProcess:
 
     def end(self) -> None:
         if self._line.fileno() < 0:
-            return  # it has been ended before
+            return  # `end` was called before
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)  # which also ends its children
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)  # also kills its child process
         os.close(self._process)
         self._line.close()
         self._report.close()
@@ -174,23 +188,24 @@ class IsolatedProcess:
 
 @dataclass
 class CodeResult:
-    """The result of a reply's code."""
+    """The result of the code in one reply."""
     output: str
     done: bool   # True if the task is completed
-    calls: list  # the calls of APIs, each [APP.API, arguments]
+    calls: list  # the API calls of the code, each ["APP.API", arguments]
 
 
 class Episode(IsolatedProcess):
-    """An episode on a task's start state.
+    """An episode, which runs in an isolated process.
 
     Args:
-        server: The server that it is forked from.
-        start: Id of the task whose start state is used.
-        text: Instruction of a task made in training, or None for the task's own.
+        server: The server that forks the process.
+        start: Id of an AppWorld task. The episode begins in its start state.
+        text: Instruction that replaces the task's own instruction, for a task made in training.
+            None keeps the task's own.
 
     Attributes:
-        text: The instruction.
-        owner: Name, email address and phone number of the person.
+        text: The instruction of the episode.
+        owner: Name, email address and phone number of the person who gives the instruction.
     """
     seconds = SECONDS + GRACE_SECONDS
 
@@ -207,39 +222,47 @@ class Episode(IsolatedProcess):
         self.owner = answer["owner"]
 
     def run(self, code: str) -> CodeResult:
-        """Executes code and returns its result. Raises ProcessEnded if the code ends the process or
-        exceeds the time limit."""
+        """Executes code in the episode and returns the result.
+
+        Raises ProcessEnded if the code ends the process or exceeds the time limit.
+        """
         answer = self.request(self.seconds, code=code)
-        if "output" not in answer:  # the code has broken the package's own state
+        if "output" not in answer:  # the code has damaged the package's data in this process
             self.end()
             raise ProcessEnded(str(answer.get("error"))[:500])
-        # The code may have forged the answer, so any value can have any type.
+        # The agent's code could have sent this answer itself, so check the type of each value.
         calls = answer.get("calls")
         rows = calls if isinstance(calls, list) else []
         return CodeResult(str(answer["output"])[:MAX_OUTPUT], answer.get("done") is True,
                           [row for row in rows if is_call(row)])
 
     def changes(self) -> dict[str, str]:
-        """Returns what the episode has changed in the apps, file -> text, as the package saves
-        it."""
+        """Returns all changes that the episode has made in the apps so far.
+
+        The changes are a dict that maps the names of the files that the package saves to their
+        texts.
+        """
         changes = self.request(self.seconds, save=True).get("changes")
         files = changes if isinstance(changes, dict) else {}
         return {file: str(text) for file, text in files.items()}
 
 
 def is_call(row) -> bool:
-    """Returns True if a value has the form [APP.API, arguments]."""
+    """Returns True if a value has the form ["APP.API", arguments] of an API call."""
     if not isinstance(row, list) or len(row) != 2:
         return False
     return isinstance(row[0], str) and isinstance(row[1], dict)
 
 
-_servers = {}  # (process id, python, root) -> the server of that process
+_servers = {}  # maps (id of this process, python, root) to the server
 _lock = threading.Lock()
 
 
 def server(python: str, root: Path) -> Server:
-    """Returns this process's server for a folder of data. It starts on first use."""
+    """Returns the server that this process uses for a data folder.
+
+    The server is started on first use, and again if it has ended.
+    """
     key = os.getpid(), python, root
     with _lock:
         if key not in _servers or _servers[key].process.poll() is not None:

@@ -1,8 +1,8 @@
-"""New tasks for AppWorld, made from code that was run on a training task's start state.
+"""Makes new tasks for AppWorld from code that an agent ran in a training task's start state.
 
-The code of an episode, up to one of its parts, is the solution of the new task. The text comes from
-an explorer model or from a template. The template spells the calls out, so its tasks are easier
-than those that people write.
+The solution of the new task is the code of an episode up to one of the replies. The text of the new
+task is written by an explorer model or generated from a template. The template lists each API call,
+so its tasks are easier than tasks written by people.
 """
 
 import ast
@@ -20,17 +20,21 @@ from environments.wording import asks, holds_call, holds_code, leaves, tokens, w
 DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
 SECRETS = ("access_token", "password", "username")
-COMMON = ("login", "show_account_passwords", "complete_task")  # APIs that every solution calls
-FAILED = "Execution failed"  # how the package begins the output of code that raises an error
+COMMON = ("login", "show_account_passwords", "complete_task")  # APIs that most solutions call
+FAILED = "Execution failed"  # the output of code begins with this if the code raises an error
 
 
 class TaskGenerator:
-    """Makes, checks and verifies new tasks. A task is {start, text, code}.
+    """Makes, checks and verifies new tasks.
+
+    A task is a dict with `start` (the id of the training task whose start state is used), `text`
+    (the instruction) and `code` (the parts of its solution). A candidate is a dict with `text`,
+    `task` and `solution` (a list of replies that solve the task).
 
     Args:
         env: The environment AppWorld.
     """
-    # The description of a task in the prompt of an explorer model
+    # Describes a task in the prompt of an explorer model
     form = ("A task is what a person asks for, in one message that holds every value that is "
             "needed but names no interface. Its actions are blocks of Python, ```python ... ```, "
             "that do it from the start, logins too; the last one calls "
@@ -44,21 +48,25 @@ class TaskGenerator:
                              for start in starts}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the names of the APIs that the code calls, and each two consecutive names."""
+        """Returns the names of the APIs that the replies call, and the pairs of consecutive
+        names."""
         names = [name for code in codes(replies) for name in calls_of(code)]
         return with_pairs(names)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Makes candidates from an episode.
+        """Makes a candidate from an episode, with a text generated from the template.
+
+        The solution is the code that ran without an error. It ends with a randomly chosen reply
+        that changed something in the apps.
 
         Args:
             task: Id of the episode's task.
-            replies: The episode's replies.
+            replies: The agent's replies in the episode.
             rng: Random number generator.
 
         Returns:
-            At most one candidate {text, task, solution, template}. Its solution is the code that
-            ran without an error, up to a part that changed something.
+            A list with the candidate, or [] if no reply changed anything. The candidate also has
+            the item `template`, which is True.
         """
         start = self.env.find(task)["start"]
         parts = [code for code in codes(replies) if COMPLETES not in calls_of(code)]
@@ -79,11 +87,12 @@ class TaskGenerator:
         """Makes a candidate from an explorer model's proposal.
 
         Args:
-            task: Id of the task that was explored.
-            proposal: The text, `query`, and the blocks of the solution, `action_sequence`.
+            task: Id of the task that the model explored.
+            proposal: A dict with `query` (the text of the new task) and `action_sequence` (the code
+                blocks of its solution).
 
         Returns:
-            The candidate, or None if a block is no Python.
+            The candidate, or None if there are no blocks or if one of them is not valid Python.
         """
         parts = [code_of(text) or text for text in proposal["action_sequence"]]
         if not parts or None in map(tree_of, parts):
@@ -93,7 +102,10 @@ class TaskGenerator:
         return self._candidate(self.env.find(task)["start"], proposal["query"], parts)
 
     def key(self, task: dict) -> str:
-        """Returns the key that equal tasks share: the start state and the normalised code."""
+        """Returns a key that is the same for equivalent tasks.
+
+        The key consists of the start state and the solution's code with its variables renamed.
+        """
         tree, names = tree_of("\n".join(task.get("code", ()))), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id != "apis" and not hasattr(builtins, node.id):
@@ -101,7 +113,10 @@ class TaskGenerator:
         return f"{task['start']} {ast.unparse(tree)}"
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if a text holds code of its solution, or a piece of it that names an API."""
+        """Returns True if the text of a task reveals its solution.
+
+        The text reveals it if it contains code of the solution or a call of one of its APIs.
+        """
         code = "\n".join(codes(solution))
         literals = [value for value in literals_of(code) if isinstance(value, str)]
         return holds_code(text, literals) or any(
@@ -109,13 +124,13 @@ class TaskGenerator:
             for name in calls_of(code))
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why no run may add this task, or None if one may."""
+        """Returns the reason why a candidate must not become a task, or None if it can."""
         code = task["code"]
         if task["start"] not in self.env.splits["train"]:
             return f"{task['start']!r} is no start state of a training task"
         if not 1 < len(code) <= data.MAX_REPLIES:
             return f"its solution has {len(code)} parts, not 2 to {data.MAX_REPLIES}"
-        if None in map(tree_of, code):  # IPython, which runs it, would accept more than Python
+        if None in map(tree_of, code):  # IPython runs the code and accepts more than plain Python
             return "a part of its solution is no Python"
         if words_of(task["text"]) in self.instructions:
             return "a task of a split"
@@ -127,13 +142,14 @@ class TaskGenerator:
         return None if asks(task["text"], " ".join(about)) else "its text asks for nothing"
 
     def verify(self, candidate: dict) -> str | None:
-        """Verifies a candidate.
+        """Verifies a candidate by running its solution.
 
-        Its solution must complete the task twice with the same end, and the solution without its
-        last change must end differently.
+        The solution is run twice. Both runs must complete the task and end in the same state. Then
+        the solution is run without the last part that changed the apps. This run must not complete
+        the task with the same final state.
 
         Returns:
-            The reason why the solution does not verify the task, or None if it does.
+            None if the candidate passes, and otherwise the reason why it does not.
         """
         task, judge = candidate["task"], self.env.judge
         first = judge.trace(task, task["code"])
@@ -149,7 +165,7 @@ class TaskGenerator:
         if any(first.changed):
             last = len(first.changed) - 1 - first.changed[::-1].index(True)
             shorter_code = task["code"][:last] + task["code"][last + 1:]
-        else:  # it changes nothing, so the answer must matter
+        else:  # the solution changes nothing, so the task must not be solved without an answer
             shorter_code = [DONE]
         shorter = judge.trace(task, shorter_code)
         if shorter.process_error is not None:
@@ -160,12 +176,14 @@ class TaskGenerator:
         return "it is solved without its last change" if same else None
 
     def template(self, calls: list[list]) -> str:
-        """Returns a text that describes calls by the first sentences of their documents.
+        """Returns the text of a task, generated from the API calls of its solution.
 
-        Calls that only read, and logins, are left out. The text is "" if no other call is left.
+        Each call is described by the first sentence of the API's documentation and by the call's
+        arguments. Logins and calls that only read data are left out. If no call is left, the text
+        is "".
 
         Args:
-            calls: The calls of each part, a list of [APP.API, arguments].
+            calls: One list per part of the solution, with its calls ["APP.API", arguments].
         """
         sentences = []
         for name, arguments in itertools.chain(*calls):
@@ -183,24 +201,38 @@ class TaskGenerator:
                     solution=[block(part) for part in code], **more)
 
     def _same_end(self, task: dict, first: dict, second: dict) -> bool | None:
-        """Returns True if the changes of two episodes are the same, and None if they cannot be
-        compared."""
+        """Returns True if two episodes end with the same records in the apps and the same answer.
+
+        Returns None if the two final states cannot be compared.
+
+        Args:
+            task: The task of both episodes.
+            first: The changes that one episode has made in the apps.
+            second: The changes that the other episode has made.
+        """
         result = self.env.judge.compare(task["start"], first, second)
         return None if "error" in result else result["answer"] and result["apps"]
 
     def _prose(self, name: str) -> str:
-        """Returns the description of an API and of its arguments."""
+        """Returns the description of an API, followed by the descriptions of its arguments."""
         document = self.documents.get(name, dict(description="", parameters=()))
         arguments = [f"{row['name']} {row['description']}" for row in document["parameters"]
                      if row["name"] not in SECRETS]
         return " ".join([document["description"], *arguments])
 
     def _states_all(self, task: dict, trace: Trace) -> bool:
-        """Returns True if an agent can know every literal that the solution needs.
+        """Returns True if an agent can find out every literal that the solution needs.
 
-        These are the literals that an API gets or that a value is compared with. The text of the
-        task may state them, or the environment may show them: in the document of an argument, in
-        the person's data, or in the output of an earlier part. Ids and secrets can be looked up.
+        The solution needs a literal if its code passes the literal to an API or compares a value
+        with it. The agent can find a literal in one of these places:
+
+        - the text of the task
+        - the person's data
+        - the documentation of the argument
+        - the output of an earlier part
+
+        Ids, page numbers and secrets such as passwords are not checked, because the agent can
+        always look them up.
         """
         owner = data.specs(self.env.judge.root, task["start"])["supervisor"]
         known = tokens(f"{task['text']} {json.dumps(owner)}")
@@ -225,26 +257,29 @@ class TaskGenerator:
 
 
 def literals_of(code: str) -> list:
-    """Returns the literals in code, or [] if it is no Python."""
+    """Returns the values of all literals in the code, or [] if the code is not valid Python."""
     tree = tree_of(code)
     nodes = ast.walk(tree) if tree else ()
     return [node.value for node in nodes if isinstance(node, ast.Constant)]
 
 
 def texts_of(node: ast.Compare) -> list[str]:
-    """Returns the string literals on either side of a comparison."""
+    """Returns the string literals that are operands of a comparison."""
     sides = [getattr(side, "value", None) for side in (node.left, *node.comparators)]
     return [side for side in sides if isinstance(side, str)]
 
 
 def codes(replies: list[str]) -> list[str]:
-    """Returns the blocks of Python in replies."""
+    """Returns the code block of each reply. Replies without a code block are skipped."""
     blocks = map(code_of, replies)
     return [code for code in blocks if code]
 
 
 def tree_of(code: str) -> ast.AST | None:
-    """Returns the syntax tree of code, or None if it cannot be parsed and written again."""
+    """Returns the syntax tree of the code.
+
+    Returns None if the code cannot be parsed, or if its tree cannot be converted back to code.
+    """
     try:
         tree = ast.parse(code)
         ast.unparse(tree)
@@ -254,6 +289,7 @@ def tree_of(code: str) -> ast.AST | None:
 
 
 def calls_of(code: str) -> list[str]:
-    """Returns the names APP.API of the APIs that code calls, or [] if it is no Python."""
+    """Returns the name "APP.API" of each API call in the code, or [] if the code is not valid
+    Python."""
     tree = tree_of(code)
     return data.calls_in(tree) if tree else []

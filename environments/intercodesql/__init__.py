@@ -1,4 +1,7 @@
-"""InterCodeSQL: an agent answers questions with SQL, on generated databases or InterCode's."""
+"""InterCodeSQL: an agent answers questions with SQL queries.
+
+The databases and questions are generated, or are the official ones of InterCode.
+"""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ MYSQL_ADDRESS = "mysql://user@host:port, with the password in MYSQL_PWD"
 
 
 def is_mysql_address(text: str) -> bool:
-    """Returns True for mysql://user@host[:port]."""
+    """Returns True if the text has the form mysql://user@host or mysql://user@host:port."""
     match = re.fullmatch(r"mysql://[^:@/\s]+@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
     return bool(match) and 0 < int(match[1] or 3306) < 65536
 
@@ -23,28 +26,30 @@ Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_
 class Options(ProtocolOptions):
     # folder that holds InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]
     intercode_data: Annotated[OldFile, REAL] = None
-    # MySQL or MariaDB server with InterCode's databases, mysql://user@host:port, with the password
-    # in MYSQL_PWD [sqlite in this process]
+    # address of a MySQL or MariaDB server with InterCode's databases, mysql://user@host:port; the
+    # password is in the environment variable MYSQL_PWD [sqlite in this process]
     mysql_url: Address = None
 
     presets = {
         "": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
-        # start_from="train": GRPO gains nothing on validation from tasks that this model explored,
-        # but it gains from training tasks. rejected_ends="leave out": with the end-of-turn tokens
-        # in the loss, 43% of the episodes end in a reply that does not stop (docs/results.md).
-        # The SFT settings were chosen on validation (success 0.39 to 0.41) to leave room for
-        # improvement. After SFT success is 0.40 to 0.41 on `test` and 0.44 to 0.45 on `unseen`, and
-        # 29% to 41% of the failures are hard negatives (seeds 0 to 2). On fresh seeds 3 to 5
-        # success is 0.40 to 0.41 and 0.43.
-        # The default lambda_sft of 0.1 has the highest reward on validation among 0.1, 0.5 and 1
-        # (docs/results.md).
+        # start_from="train": GRPO on the training tasks improves the validation reward. GRPO on
+        # tasks that this model made by exploring does not.
+        # rejected_ends="leave out": if the DPO loss includes the end-of-turn tokens of rejected
+        # replies, 43% of the episodes end in a reply that does not stop (docs/results.md).
+        # The SFT settings were chosen so that the validation success after SFT (0.39 to 0.41)
+        # leaves room for improvement. With seeds 0 to 2, the success after SFT is 0.40 to 0.41 on
+        # `test` and 0.44 to 0.45 on `unseen`, and 29% to 41% of the failures are hard negatives.
+        # With seeds 3 to 5, which were not used to choose the settings, the success is 0.40 to 0.41
+        # on `test` and 0.43 on `unseen`.
+        # lambda_sft keeps its default of 0.1. Among 0.1, 0.5 and 1, this value gives the highest
+        # validation reward (docs/results.md).
         "tiny": dict(train_tasks=100, rollouts=4, max_tokens=512, max_new_tokens=48,
                      sft_epochs=4, sft_lr=3e-4, dpo_lr=3e-5, dpo_lr_later=3e-5, grpo_lr=1e-4,
                      grpo_kl=0.2, start_from="train", rejected_ends="leave out"),
         "smollm2": dict(start_from="train", start_tasks=40, iterations=3, train_tasks=120,
                         eval_tasks=100, dpo_epochs=2, rollouts=2, view="short", max_tokens=768,
                         rejected_ends="leave out",
-                        max_new_tokens=144),  # a gold query of InterCode has up to 132 tokens
+                        max_new_tokens=144),  # InterCode's gold queries have up to 132 tokens
         "smollm2 eto": dict(view="full", rollouts=1, max_tokens=3072, gradient_checkpointing="on"),
     }
 

@@ -1,9 +1,14 @@
 """The databases of InterCodeSQL, with the checks and limits that keep model-written SQL harmless.
 
-The class `Sqlite` is a database in this process, and `MySQL` is one on a MySQL or MariaDB server.
-`run(sql)` runs an agent's query, and `execute(sql)` runs a gold query, without a check of its text.
-Both return a list of row tuples, None if there is no result set, or an error text that starts with
-ERROR. Queries only read, one statement at a time, within limits of time and size.
+`Sqlite` is a database in the memory of this process. `MySQL` is a database on a MySQL or MariaDB
+server. Both classes have these methods:
+
+    run(sql)      runs a query of an agent, after a check of the query's text
+    execute(sql)  runs a gold query, without that check
+
+Both methods return a list of row tuples, None if the query has no result set, or an error text that
+starts with ERROR. A query can only read data. It must be a single statement, and both its time and
+the size of its result are limited.
 """
 
 import calendar
@@ -20,19 +25,23 @@ from environments import UsageError
 from envs import EnvError
 
 ERROR = "Error executing query: "
-MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # limits of one result
-SECONDS = 2                                   # time limit of a query; in sqlite CPU time
-VM_STEPS = 10_000_000                         # limit of sqlite's steps, which is reproducible
-CHECK_STEPS = 1_000                           # steps between two checks of both limits
+MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # maximum size of a query's result
+SECONDS = 2  # time limit of a query: CPU time for sqlite, wall-clock time for a server
+# Maximum number of steps that sqlite's virtual machine executes for a query. Unlike the time limit,
+# this limit gives the same result on every machine.
+VM_STEPS = 10_000_000
+CHECK_STEPS = 1_000  # sqlite's time limit and step limit are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
-DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer or a server's privileges
+# The start of the error text if sqlite's authorizer or the privileges on a server reject a query
+DENIED = ERROR + "SELECT command denied to user"
 REMEDY = "python -m environments.intercodesql.spider makes users that can only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
 INSTALL = f"{sys.executable} -m pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
-# String literals, names in backticks and comments. Comments that a server executes do not match.
+# Matches string literals, names in backticks and comments. It does not match comments such as
+# /*! ... */, because MySQL executes the code in them.
 _BESIDE_CODE = re.compile(r"""
     (?P<text>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*")
   | `(?P<name>[^`]*)`
@@ -41,8 +50,8 @@ _BESIDE_CODE = re.compile(r"""
 _READS = re.compile(
     r"[\s(]*(?:select|with|desc|describe|explain|show\s+(?:full\s+)?(?:tables|columns|fields|index|"
     r"indexes|keys|databases|create\s+table))\b", re.I)
-# Code that a user who can only read may run on a server, but that waits, locks, lifts the time
-# limit or shows the queries of other users
+# Code that is rejected although a server lets a read-only user run it. It can wait, take locks,
+# remove the time limit, or show the queries of other users.
 _FORBIDDEN = re.compile(
     r"/\*|@@|\binto\s+(?:outfile|dumpfile)\b|\bfor\s+(?:update|share)\b|\block\s+in\s+share\b|"
     r"\b(?:information_schema|performance_schema)\s*\.|"
@@ -51,7 +60,7 @@ _FORBIDDEN = re.compile(
 
 
 def code_of(sql: str) -> str:
-    """Returns the code of a query: comments and backticks are removed, string literals emptied."""
+    """Returns a query without comments and backticks, and with '' for every string literal."""
     def code(match):
         if match["name"] is not None:
             return match["name"] if match["name"].isidentifier() else "name"
@@ -60,7 +69,7 @@ def code_of(sql: str) -> str:
 
 
 def read_only_error(sql: str) -> str | None:
-    """Returns an error text if a text is no query that reads, and otherwise None."""
+    """Returns None if the text is a read-only query, and otherwise an error text."""
     if len(sql) > 5000:
         return ERROR + "The query is longer than 5,000 characters"
     if _READS.match(code_of(sql)):
@@ -70,18 +79,19 @@ def read_only_error(sql: str) -> str | None:
 
 
 def refusal(sql: str) -> str | None:
-    """Returns an error text if an agent's query is not sent to a server, and otherwise None.
+    """Returns None if an agent's query can be sent to a server, and otherwise an error text.
 
-    The server's own privileges and limits stop whatever this check misses.
+    This check is the first line of defence. A harmful query that it misses is stopped by the
+    privileges and limits on the server.
     """
-    if error := read_only_error(sql):  # it also limits the length of the text that is searched
+    if error := read_only_error(sql):  # also limits the length of the text for the search below
         return error
     match = _FORBIDDEN.search(code_of(sql))
     return match and f"{ERROR}{match[0]!r} is not allowed"
 
 
 def _or_null(function):
-    """Wraps a function so that it returns NULL if any argument is NULL."""
+    """Wraps an SQL function so that it returns NULL if any of its arguments is NULL."""
     return lambda *values: None if None in values else function(*values)
 
 
@@ -90,7 +100,7 @@ def _text(value) -> str:
 
 
 def _number(value) -> float:
-    """Returns the number with which a text begins, or 0, as MySQL converts it."""
+    """Converts a value to a number as MySQL does: "12abc" becomes 12, and "abc" becomes 0."""
     if isinstance(value, (int, float)):
         return value
     number = re.match(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", _text(value), re.A | re.I)
@@ -98,8 +108,11 @@ def _number(value) -> float:
 
 
 def _length(text: str, count) -> int:
-    """Returns `count` as a number of characters between 0 and the length of `text`. A number is
-    rounded, and a text is truncated to a whole number."""
+    """Returns the number of characters that LEFT(text, count) and RIGHT(text, count) return.
+
+    This is `count` as an integer between 0 and the length of `text`. If `count` is a number, it is
+    rounded. If it is a text such as "2.7", its fraction is dropped.
+    """
     half = 0.5 if isinstance(count, (int, float)) else 0
     return int(min(max(_number(count), 0), len(text)) + half)
 
@@ -122,8 +135,10 @@ def _concat_ws(between, first, *more):
 
 
 def _extreme(choose):
-    """Returns the function GREATEST if `choose` is max, or LEAST if it is min. It compares numbers,
-    or texts if any argument is a text."""
+    """Returns MySQL's function GREATEST if `choose` is max, or LEAST if `choose` is min.
+
+    The arguments are compared as numbers if all of them are numbers, and otherwise as texts.
+    """
     def function(first, second, *more):
         values = [first, second, *more]
         if all(isinstance(value, (int, float)) for value in values):
@@ -137,9 +152,12 @@ _DATE = re.compile(r"\s*(?:(\d{4}|\d\d)(\d\d)(\d\d)(?:\d{6})?"
 
 
 def _part_of_date(part: int):
-    """Returns YEAR, MONTH or DAY (part 0, 1 or 2). They return NULL if the value is no date."""
+    """Returns MySQL's function YEAR (part 0), MONTH (part 1) or DAY (part 2).
+
+    The function returns NULL if its argument is not a date.
+    """
     def function(value):
-        if isinstance(value, (int, float)):  # YYMMDD or YYYYMMDD
+        if isinstance(value, (int, float)):  # a number stands for YYMMDD or YYYYMMDD
             if not (value == 0 or 101 <= value < 10 ** 14):
                 return None
             value = f"{int(value):0{6 if 0 < value < 10 ** 6 else 8}}"
@@ -155,19 +173,21 @@ def _part_of_date(part: int):
     return _or_null(function)
 
 
-TODAY = "2024-09-01 12:00:00"  # the time in all queries, so that a rollout repeats on any day
+TODAY = "2024-09-01 12:00:00"  # the current time in every query, so that results are reproducible
 _DATES = sqlite3.connect(":memory:", check_same_thread=False)  # runs sqlite's own time functions
 
 
 def _at_today(name: str, before: int):
-    """Returns sqlite's time function `name`, for the time TODAY and the time zone UTC.
+    """Returns sqlite's time function `name`, with TODAY as the current time and UTC as the time
+    zone.
 
     Args:
         name: Name of the function.
-        before: Number of its arguments before the first time.
+        before: Number of arguments before the time argument. It is 1 for strftime, whose first
+            argument is a format, and 0 for the other functions.
     """
     def function(*values):
-        # sqlite reads a text up to its first NUL.
+        # Cut each text at its first NUL character, because sqlite ignores the rest.
         values = [value if isinstance(value, (int, float, type(None)))
                   else _text(value).partition("\0")[0] for value in values]
         modifiers = [value for value in values[before + 1:]
@@ -180,8 +200,8 @@ def _at_today(name: str, before: int):
     return function
 
 
-# Functions that sqlite lacks or that read the clock: name -> (number of arguments, or -1 for any
-# number; the function)
+# SQL functions that are defined here because sqlite lacks them or because sqlite's versions read
+# the clock. Maps each name to (number of arguments, function); -1 allows any number of arguments.
 FUNCTIONS = {
     "concat": (-1, _or_null(_concat)),
     "concat_ws": (-1, _concat_ws),
@@ -197,8 +217,8 @@ FUNCTIONS = {
     **{name: (-1, _at_today(name, 0)) for name in ("date", "time", "datetime", "julianday")},
     "strftime": (-1, _at_today("strftime", 1)),
 }
-# All functions that a query may call: these, and those of sqlite that read no files and make no
-# long texts
+# All functions that a query may call: FUNCTIONS, and the functions of sqlite that cannot read files
+# or create long texts
 ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "abs avg ceil ceiling coalesce count cume_dist dense_rank first_value floor "
     "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
@@ -207,18 +227,21 @@ ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
 
 
 class Sqlite:
-    """A database in memory. Queries can read its tables and call ALLOWED_FUNCTIONS, nothing else.
+    """An sqlite database in memory.
+
+    Queries can only read its tables and call ALLOWED_FUNCTIONS.
 
     Args:
         name: Name of the database.
-        script: SQL script that makes it.
+        script: SQL script that creates its tables and inserts the rows.
 
     Raises:
         UsageError: sqlite cannot run the script.
     """
 
     def __init__(self, name: str, script: str):
-        # The count of steps of a cached statement would continue from its last execution.
+        # Do not cache statements. If a query is repeated, a cached statement continues the step
+        # count of the first execution, so the query reaches VM_STEPS too early.
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
         try:
@@ -228,8 +251,8 @@ class Sqlite:
             raise UsageError(f"--intercode-data: sqlite cannot read database {name} of the dump: "
                              f"{error}; load it into a server and give --mysql-url") from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
-                               "PRAGMA hard_heap_limit = 500000000;")  # bytes, of the whole process
-        if hasattr(self._db, "setlimit"):  # from Python 3.11
+                               "PRAGMA hard_heap_limit = 500000000;")  # bytes, for all of sqlite
+        if hasattr(self._db, "setlimit"):  # added in Python 3.11
             self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000)
         self._tables = sorted(self._db.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
@@ -250,7 +273,8 @@ class Sqlite:
             return _fetch(self._db.execute(in_sqlite(sql)))
         except MemoryError:
             return INTERRUPTED
-        # Two statements raise an sqlite3.Warning before Python 3.12, and a NUL raises a ValueError.
+        # A query with two statements raises sqlite3.Warning before Python 3.12. A query with a NUL
+        # character raises ValueError.
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             return self._error(str(error), sql.strip())
 
@@ -285,8 +309,11 @@ class Sqlite:
                 self._db.execute(f'PRAGMA table_info("{table}")')]
 
     def _error(self, message: str, sql: str) -> str:
-        """Returns MySQL's text for an error of sqlite, or sqlite's own if there is no other. The
-        tiny model was trained on MySQL's texts."""
+        """Returns the error text that MySQL would show for an error of sqlite.
+
+        The tiny model was trained on MySQL's error texts. If _AS_MYSQL has no text for the error,
+        sqlite's own text is returned.
+        """
         for pattern, text in _AS_MYSQL:
             if match := re.fullmatch(pattern, message, re.S):
                 name = "".join(filter(None, match.groups()))
@@ -297,7 +324,10 @@ class Sqlite:
 
 
 def _clause_of(name: str, sql: str) -> str:
-    """Returns the clause of a query that holds the first occurrence of a column's name."""
+    """Returns the clause in which a column's name first occurs in a query, such as "where clause".
+
+    MySQL's error texts name this clause.
+    """
     clause = "field list"
     for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
                             + re.escape(name) + r"(?!\w)", sql, re.I):
@@ -326,15 +356,19 @@ _SHOW_TABLES = re.compile(r"\s*show\s+tables[\s;]*", re.I)
 _DESCRIBE = re.compile(
     r"\s*(?:desc|describe|explain|show\s+columns\s+(?:from|in))\s+(\w+)[\s;]*", re.I)
 
-# A string literal, name or comment of sqlite (group 1), a division, or a function whose name is
-# also a keyword of joins (group 2)
+# Matches the parts of a query that `in_sqlite` looks at. Group 1 is a string literal, a quoted name
+# or a comment, which stays as it is. Group 2 is the function LEFT or RIGHT, whose name is also a
+# keyword of joins in sqlite. Without a group, the match is a division sign.
 _SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
                      r"\b(left|right)(?=\s*\()", re.I | re.S)
 
 
 def in_sqlite(sql: str) -> str:
-    """Returns a query for sqlite, in which / divides whole numbers without rounding, as in MySQL,
-    and the functions LEFT and RIGHT are quoted."""
+    """Translates a MySQL query for sqlite.
+
+    Divisions of integers return a fraction in MySQL, but an integer in sqlite, so "a / b" becomes
+    "a * 1.0 / b". The functions LEFT and RIGHT are quoted.
+    """
     def replacement(match):
         if match[2]:
             return f'"{match[2]}"'
@@ -346,14 +380,18 @@ _TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", r
 
 
 def _without_case(script: str) -> str:
-    """Returns a script whose text columns ignore case in comparisons, like those of MySQL."""
+    """Adds COLLATE NOCASE to the text columns of a script, because MySQL compares texts without
+    regard to case."""
     def table(match):
         return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", match[0])
     return re.sub(r"CREATE TABLE [^;]*", table, script, flags=re.I)
 
 
 def _fetch(cursor) -> list[tuple] | str:
-    """Returns all rows of a cursor that yields them one by one, or TOO_LARGE."""
+    """Fetches all rows of a cursor one by one, and returns them.
+
+    Returns the error text TOO_LARGE if they exceed MAX_ROWS or MAX_CHARACTERS.
+    """
     rows, characters = [], 0
     while row := cursor.fetchone():
         rows.append(row)
@@ -364,23 +402,24 @@ def _fetch(cursor) -> list[tuple] | str:
 
 
 class MySQL:
-    """A database of a MySQL or MariaDB server.
+    """A database on a MySQL or MariaDB server.
 
-    It has a connection of its own, as the user that `load_intercode` made for the database. The
-    server ends a query after SECONDS. If it does not, the client's read timeout ends the connection
-    soon after.
+    Each object opens its own connection, as the user that `load_intercode` made for the database.
+    The server stops a query after SECONDS. If the server fails to stop the query, the client's read
+    timeout closes the connection 3 seconds later.
 
     Args:
         name: Name of the database.
-        url: mysql://user@host:port.
+        url: Address of the server, mysql://user@host:port.
 
     Raises:
-        UsageError: The user may not read the database.
-        EnvError: There is no connection to the server, or it is lost.
+        UsageError: The user has no permission to read the database.
+        EnvError: The connection to the server failed or was lost.
     """
-    TIMED_OUT = {1969, 3024}  # error codes of MariaDB's and MySQL's time limit
-    DENIED = {1044, 1045, 1049, 1698}
-    # Error codes of a server that is full, stops, has lost the client, or ran KILL
+    TIMED_OUT = {1969, 3024}  # error codes if a query exceeds the time limit
+    DENIED = {1044, 1045, 1049, 1698}  # error codes if the login or the database is denied
+    # Error codes of a lost connection: the server has too many connections, shuts down, cannot
+    # reach the client, or has killed the query or the connection.
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
@@ -395,7 +434,7 @@ class MySQL:
 
     def close(self):
         connection, self._connection = self._connection, None
-        if connection and connection._result:  # otherwise PyMySQL would read the rest of its rows
+        if connection and connection._result:  # keep PyMySQL from fetching the remaining rows
             connection._result.unbuffered_active = False
         if connection and connection.open:
             connection.close()
@@ -410,7 +449,7 @@ class MySQL:
 
     def _run(self, sql):
         pymysql = driver()
-        cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # it fetches rows one by one
+        cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # fetches rows one by one
         try:
             cursor.execute(sql)
             answer = None if cursor.description is None else _fetch(cursor)
@@ -419,17 +458,20 @@ class MySQL:
             if code in self.TIMED_OUT:
                 return INTERRUPTED
             if (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
-                    and code not in self.LOST):  # otherwise the connection is broken
+                    and code not in self.LOST):  # an error in the query, not in the connection
                 return f"{ERROR}{text}"
             raise
-        except ValueError as error:  # invalid UTF-8 in the query or in the result
+        except ValueError as error:  # the query or its result is not valid UTF-8
             answer = f"{ERROR}{error}"
-        cursor.close()  # reads the remaining rows, for at most the server's limit of time
+        cursor.close()  # fetches the remaining rows; the server's time limit also applies to this
         return answer
 
     def _checked(self, action):
-        """Returns action(). If the server or the connection fails, raises UsageError for a lack of
-        privileges and otherwise EnvError."""
+        """Calls `action` and returns its result.
+
+        If the server or the connection fails, this closes the connection. It then raises UsageError
+        if the user lacks a privilege, and otherwise EnvError.
+        """
         where = f"{server_of(self._url)}, database {self.name}"
         try:
             return action()
@@ -443,7 +485,10 @@ class MySQL:
 
 
 def driver():
-    """Returns the module PyMySQL, which only a server needs. Raises UsageError if it is missing."""
+    """Imports PyMySQL and returns the module.
+
+    It is imported here because only --mysql-url needs it. Raises UsageError if it is not installed.
+    """
     try:
         import pymysql
     except ImportError as error:
@@ -452,30 +497,41 @@ def driver():
 
 
 def connect(url: str, **options):
-    """Returns a connection to mysql://user@host:port, with the password in MYSQL_PWD."""
+    """Connects to a server and returns the connection.
+
+    Args:
+        url: Address of the server, mysql://user@host:port.
+        options: Arguments of pymysql.connect. They replace the defaults below, such as the password
+            from the environment variable MYSQL_PWD.
+    """
     parts, pymysql = urlsplit(url), driver()
     try:
-        # The read timeout is longer than the time limit of a query, so it means a lost server. TLS
-        # would cost 20 ms per episode, and within one machine it protects nothing.
+        # The read timeout is 3 seconds longer than the time limit of a query. If it expires, the
+        # server is lost. TLS is disabled for a server on the same machine, because there it
+        # protects nothing and costs 20 ms per episode.
         return pymysql.connect(**{**dict(
             host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
             password=os.environ.get("MYSQL_PWD", ""), charset="utf8mb4", autocommit=True,
             local_infile=False, connect_timeout=5, read_timeout=SECONDS + 3,
             write_timeout=SECONDS + 3,
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
-    except (IndexError, AssertionError, struct.error):  # PyMySQL, if this is no handshake
+    except (IndexError, AssertionError, struct.error):  # the server did not send a MySQL handshake
         raise pymysql.err.OperationalError(2013, "the answer is not MySQL's") from None
-    except RuntimeError as error:  # PyMySQL without support for MySQL 8's passwords
+    except RuntimeError as error:  # PyMySQL lacks the extra "rsa", which MySQL 8's passwords need
         raise UsageError(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def server_of(url: str) -> str:
-    """Returns the server's address without the user, for messages."""
+    """Returns mysql://host:port, the server's address without the user. It is used in messages."""
     parts = urlsplit(url)
     return f"mysql://{parts.hostname}:{parts.port or 3306}"
 
 
 def database_user(url: str, database: str) -> str:
-    """Returns the name of the user that can read only `database`. MySQL allows 32 characters."""
+    """Returns the name of the user that can read only `database`.
+
+    A user name of MySQL has at most 32 characters, so the name ends with a hash of the database's
+    name.
+    """
     name = unquote(urlsplit(url).username)[:21]
     return f"{name}_{hashlib.sha256(database.lower().encode()).hexdigest()[:10]}"

@@ -45,21 +45,24 @@ turns; without a submission the answer counts as wrong."""
 
 
 class InterCodeSQL(Environment):
-    """Questions about databases. The agent explores a database with SQL, then submits its last
-    result.
+    """The environment InterCodeSQL. Each task is a question about a database.
 
-    A task is a question with `query` (in words), `gold` (SQL) and `db`, the name of the database.
+    The agent explores the database with SQL queries. Then it submits the result of its last query
+    as its answer.
+
+    A task is a dict with `query` (the question in words), `gold` (the gold query in SQL) and `db`
+    (the name of the database).
 
     Args:
-        view: "full", or "short" for a very small model. In the short view a reply is a bare query
-            or "submit". Results have no brackets and at most SHORT_ROWS rows, and DESC shows only
-            the names of columns.
-        intercode_data: The folder of InterCode's data, or None for the generated databases.
-        mysql_url: The server of InterCode's databases, or None for sqlite.
+        view: "full", or "short" for a very small model. In the short view, a reply is only a query
+            or the word "submit". Results are shown without brackets and with at most SHORT_ROWS
+            rows, and DESC shows only the names of the columns.
+        intercode_data: Path of the folder with InterCode's data, or None for generated databases.
+        mysql_url: Address of the server with InterCode's databases, or None to use sqlite.
     """
     name = "intercodesql"
     max_turns = 10
-    error_end = ""  # the end of most error texts; IPR's code has a line break
+    error_end = ""  # appended to most error texts; eto_protocol.py sets "\n", as in IPR's code
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -76,32 +79,36 @@ class InterCodeSQL(Environment):
         self._db = None
 
     def task_generator(self):
-        if not self.data.tables:  # it makes questions about generated databases only
+        if not self.data.tables:  # InterCode's databases, for which questions cannot be generated
             return super().task_generator()
         return import_module("environments.intercodesql.tasks").TaskGenerator(self)
 
     def start(self, question: dict, script: str | None = None) -> str:
-        """Begins an episode, and returns the question.
+        """Begins an episode and returns the question in words.
 
         Args:
-            question: A question, which may be in no split.
-            script: SQL script that makes the database, or None for the one of that name.
+            question: The task. It need not be in a split.
+            script: SQL script that creates the database for this episode. If it is None, the
+                database named `question["db"]` is used.
         """
         self.close()
         self._db = self.database(question["db"], script)
         self._question = question
-        self.last_answer = None  # the result that `submit` submits
+        self.last_answer = None  # the result of the last query, which "submit" submits
         return question["query"]
 
     def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
-        """Opens the database of this name, or the one that `script` makes."""
+        """Opens the database called `name`.
+
+        With sqlite, `script` replaces the SQL script that creates this database.
+        """
         if self.mysql_url:
             return MySQL(name, self.mysql_url)
         return Sqlite(name, script or self.data.databases[name])
 
     def step(self, reply: str) -> Step:
         sql = self.action(reply)
-        if sql is None:  # the last answer can still be submitted
+        if sql is None:  # self.last_answer does not change, so the agent can still submit it
             return Step(EXPLANATION, 0.0, False, idle=True)
         if sql != "submit":
             self.last_answer = answer = self._db.run(sql)
@@ -133,10 +140,13 @@ class InterCodeSQL(Environment):
 
 
 def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
-    """Returns the rows of the gold query.
+    """Runs the gold query of a question and returns its rows.
 
-    If the database rejects the query, it prints a warning and returns no rows, like InterCode's
-    code. Raises EnvError if only privileges or limits end the query, since its result is unknown.
+    If the gold query is invalid, prints a warning and returns [], as InterCode's code does.
+
+    Raises:
+        EnvError: The query failed only because of a limit or a missing privilege, so its correct
+            result is unknown.
     """
     gold = database.execute(question["gold"])
     if isinstance(gold, list):
@@ -154,14 +164,16 @@ def print_once(text: str) -> None:
 
 
 def in_full(answer) -> str:
-    """Returns an answer as InterCode shows it, cut after 350 characters."""
+    """Formats the result of a query as InterCode shows it, truncated to 350 characters."""
     text = str(answer)
     return text[:350] + "..." if len(text) > 350 else text
 
 
 def in_short(answer, sql: str) -> str:
-    """Returns an answer as the short view shows it: at most SHORT_ROWS rows without brackets, and
-    of DESC only the names."""
+    """Formats the result of a query for the short view.
+
+    The text has no brackets and at most SHORT_ROWS rows. For DESC it has only the column names.
+    """
     if not isinstance(answer, list):
         return in_full(answer)
     describes = re.match(r"\s*desc", sql, re.I)
@@ -177,15 +189,18 @@ def in_short(answer, sql: str) -> str:
 
 
 def _rounded(value) -> str:
-    """Returns the repr of a value, with fractions rounded to two digits."""
+    """Returns the repr of a value. A float or decimal is rounded to two digits first."""
     return repr(round(float(value), 2) if isinstance(value, (float, Decimal)) else value)
 
 
 def parse_sql_reply(reply: str) -> str | None:
-    """Returns the action in a reply as InterCode's ReAct agents parse it.
+    """Parses the action of a reply, as InterCode does for its ReAct agents.
 
-    After the first "Action:" this is "submit" if that word occurs anywhere, and otherwise the first
-    line of the first fenced sql block. It is None if there is neither.
+    Only the text after the first "Action:" counts. If it contains the word "submit", the action is
+    "submit". Otherwise, the action is the first line of the first ```sql block.
+
+    Returns:
+        The action, or None if the text contains neither.
     """
     action = reply.partition("Action:")[2]
     if "submit" in action:
@@ -195,16 +210,18 @@ def parse_sql_reply(reply: str) -> str | None:
 
 
 def sql_reward(agent_rows, gold_rows) -> float:
-    """Returns InterCode's reward for the last result, in [-1, 1].
-
-    Rows are compared as text, so 1 and 1.0 differ. With |common| and |union| as the sizes of the
-    intersection and union of the two multisets of rows, the reward is
+    """Returns InterCode's reward for a submitted result, in [-1, 1]. It is
 
         round(tau * |common| / |union|, 2)
 
-    where tau is Kendall's tau-b between the common rows in the two orders. If tau is undefined
-    (fewer than two distinct common rows), the reward is |common| / |union|. Two empty lists earn 1,
-    and an argument that is no list earns 0.
+    |common| and |union| are the sizes of the intersection and the union of two multisets: the
+    agent's rows and the gold rows. Rows are compared as text, so 1 and 1.0 differ.
+
+    tau is Kendall's tau-b. It compares the order of the common rows in the agent's result with
+    their order in the gold result. tau is undefined if there are fewer than two distinct common
+    rows. In this case the reward is |common| / |union|.
+
+    The reward is 1 if both lists are empty, and 0 if one of the arguments is not a list.
 
     Args:
         agent_rows: Rows of the agent's last result, or an error text, or None.
@@ -224,21 +241,27 @@ def sql_reward(agent_rows, gold_rows) -> float:
 
 
 def _first_of(common: Counter, rows: list[str]) -> list[str]:
-    """Returns the first occurrences of each row, as many as `common` counts, in order."""
+    """Returns the rows that are in `common`, in their order in `rows`.
+
+    If `common` counts a row n times, only the first n occurrences of that row are returned.
+    """
     seen = Counter()
     return [row for row in rows if seen.update([row]) or seen[row] <= common[row]]
 
 
 def kendall_tau(a: list[str], b: list[str]) -> float:
-    """Returns Kendall's tau-b between two orders of the same texts, in O(n^2) time and O(n)
-    memory."""
+    """Returns Kendall's tau-b between two orderings of the same texts.
+
+    For n texts, it takes O(n^2) time and O(n) memory.
+    """
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
     concordant = 0  # number of concordant pairs minus number of discordant pairs
-    ties = 0        # number of tied pairs, which is the same in x and y
+    ties = 0        # number of tied pairs in x; y has equally many, as it holds the same texts
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)
         ties += int((dx == 0).sum())
     untied = np.sqrt(len(x) * (len(x) - 1) // 2 - ties)
-    # This order of operations gives the same last bit as scipy, and so the same rounding of a half.
+    # This order of operations gives bitwise the same tau as scipy. Another order could round the
+    # reward differently, if tau * share lies halfway between two multiples of 0.01.
     return float(np.clip(concordant / untied / untied, -1, 1))

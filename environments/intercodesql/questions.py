@@ -1,4 +1,4 @@
-"""The generated databases and questions of InterCodeSQL, and its scripted expert.
+"""Generates the databases and questions of InterCodeSQL, and defines its scripted expert.
 
 The data are the same in every run.
 """
@@ -11,18 +11,20 @@ from functools import cache
 
 from environments import saying
 
-DATA_SEED = 20251123  # the data do not depend on the seed of a run [ours]
+DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run (our choice)
 
-# A database has a table of sites, and one or two tables of people or things. Each person or thing
-# is at a site. Names of tables and columns are one word each and unique in the database, so that a
-# small model can copy them. A concept has several names. A question and a database may use
-# different ones, so the agent has to describe the table.
+# Each database has one table of sites, such as schools, and one or two tables of people or things,
+# such as teachers. Every person or thing belongs to a site. The name of each table and column is a
+# single word, and it is unique in the database, so that a small model can copy it.
+# A concept, such as the salary, has several names. If a question says "wage" and the column is
+# called "pay", the agent must look up the column with DESC.
 PEOPLE = "doctor teacher driver singer farmer painter lawyer pilot nurse baker actor writer".split()
 THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".split()
 SITES = "town school museum farm harbor hotel island valley market castle station park".split()
 HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
 
-# kind -> (name of the label column, numeric concepts, text concepts)
+# Maps the kind of a table to (name of the label column, numeric concepts, text concepts). Each
+# concept is a list of its names.
 CONCEPTS = {
     "people": ("name", [["age", "years"], ["salary", "pay", "wage"], ["score", "points", "marks"]],
                [["country", "nation", "homeland"], ["grade", "rank", "level"]]),
@@ -32,7 +34,7 @@ CONCEPTS = {
     "sites": ("site", [["area", "size", "extent"], ["seats", "rooms", "places"]],
               [["region", "zone", "district"]]),
 }
-VALUES = {  # first name of a text concept -> its values
+VALUES = {  # maps the first name of a text concept to the possible values of its column
     "country": ["France", "Spain", "Japan", "Brazil", "Egypt", "India"],
     "grade": ["junior", "senior", "expert", "novice"],
     "color": ["red", "blue", "green", "black", "white"],
@@ -51,23 +53,23 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Column:
-    concept: list[str]  # its possible names in questions, or [] for a label or a key
-    name: str           # its name in this database
-    values: list        # its value in each row
+    concept: list[str]  # names of the column in questions; [] for a label column or a foreign key
+    name: str           # name of the column in the database
+    values: list        # one value per row
 
 
 @dataclass(frozen=True)
 class Table:
     name: str
-    noun: str              # its name in questions, in the plural
-    key: str               # name of the key column
-    label: Column          # the name of a person, thing or site
-    numbers: list[Column]
-    texts: list[Column]    # text columns and, last, the key of the site, except in a table of sites
+    noun: str              # name of the table in questions, in the plural, such as "teachers"
+    key: str               # name of the primary key column
+    label: Column          # column with the name of each person, thing or site
+    numbers: list[Column]  # numeric columns
+    texts: list[Column]    # text columns; last comes the site's key, except in the table of sites
 
     @property
     def columns(self) -> list[Column]:
-        """All columns but the key, in the order of the table."""
+        """All columns except the primary key, in the order of the SQL table."""
         return [self.label, *self.texts, *self.numbers]
 
     def column(self, name: str) -> Column | None:
@@ -76,14 +78,23 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class SQLData:
-    databases: dict[str, str]              # name -> SQL script that makes it in sqlite
-    questions: dict[str, dict[str, dict]]  # split -> number -> query (in words), gold (SQL), db
-    # name of a generated database -> its tables, the table of sites first
+    # Maps the name of each database to an SQL script that creates the database in sqlite
+    databases: dict[str, str]
+    # Maps each split to its questions, and the number of each question to a dict with `query` (in
+    # words), `gold` (SQL) and `db` (name of the database)
+    questions: dict[str, dict[str, dict]]
+    # Maps the name of each database to its tables, with the table of sites first. It is None for
+    # databases that were not generated.
     tables: dict[str, list[Table]] | None = None
 
 
 def draw_database(rng: random.Random, nouns: set) -> list[Table]:
-    """Draws the tables of a database over some of the nouns. The first is the table of sites."""
+    """Draws the tables of a random database, with the table of sites first.
+
+    Args:
+        rng: Random number generator.
+        nouns: Nouns of PEOPLE, THINGS and SITES that the tables can be named after.
+    """
     style = rng.choice(["{}", "{}s", "{}_info"])
     people, things = ([n for n in pool if n in nouns] for pool in (PEOPLE, THINGS))
     kinds = [("sites", rng.choice([n for n in SITES if n in nouns]))]
@@ -97,7 +108,7 @@ def draw_database(rng: random.Random, nouns: set) -> list[Table]:
                    for names in rng.sample(numeric, 2)]
         texts = [Column(names, rng.choice(names), rng.choices(VALUES[names[0]], k=rows))
                  for names in rng.sample(textual, min(2, len(textual)))]
-        if tables:  # each row is at a site, whose key the column holds
+        if tables:  # add a foreign key to the table of sites, which is the first table
             sites = range(1, len(tables[0].label.values) + 1)
             texts.append(Column([], tables[0].key, rng.choices(sites, k=rows)))
         tables.append(Table(style.format(noun), f"{noun}s", f"{noun}_id",
@@ -106,10 +117,10 @@ def draw_database(rng: random.Random, nouns: set) -> list[Table]:
 
 
 def redraw(rng: random.Random, tables: list[Table]) -> list[Table]:
-    """Draws other rows for the same tables.
+    """Returns copies of the tables with new random rows.
 
-    They have many rows, so that different queries find different rows, and no two tables have the
-    same number of rows.
+    Each table gets 60 to 90 rows, so that queries with different meanings probably return different
+    rows. No two tables have the same number of rows, so their COUNT(*) differs, too.
     """
     counts = rng.sample(range(60, 91), len(tables))
     redrawn = []
@@ -126,7 +137,7 @@ def redraw(rng: random.Random, tables: list[Table]) -> list[Table]:
 
 
 def database_script(tables: list[Table]) -> str:
-    """Returns the SQL script that makes the tables in sqlite."""
+    """Returns an SQL script that creates the tables and their rows in sqlite."""
     script = []
     for i, table in enumerate(tables):
         lines = [f"{table.key} int PRIMARY KEY",
@@ -140,13 +151,19 @@ def database_script(tables: list[Table]) -> str:
     return "".join(script)
 
 
-# Question families: (weight, question, gold query). A family is drawn in proportion to its weight.
-# Placeholders: {t} is a table and {n} its label; {a} and {b} are numeric columns; {c} is a text
-# column with the values {v} and {v2}; {x}, {y} and {z} are numbers; {p} is the table of sites, {k}
-# its key and {e} its text column with the value {u}. Families whose near misses earn part of the
-# reward have large weights. Compound and long questions are most of the tasks, but the tiny model's
-# pretraining text has few of them, so combining conditions is learnt from expert trajectories and
-# failures.
+# Question families: (weight, question, gold query). The probability of a family is proportional to
+# its weight. The placeholders are:
+#   {t}              table
+#   {n}              label column of {t}
+#   {a}, {b}         numeric columns of {t}
+#   {c}              text column of {t}; {v} and {v2} are values in it
+#   {x}, {y}, {z}    numbers
+#   {p}              table of sites; {k} is its primary key
+#   {e}              text column of {p}; {u} is a value in it
+# Families have a large weight if an almost correct query earns part of the reward.
+# Most tasks are compound or long questions, but the tiny model's pretraining text contains few of
+# these questions. The model therefore learns to combine conditions from expert trajectories and
+# from its failures.
 def lists(weight: int, words: str, condition: str) -> tuple[int, str, str]:
     return weight, "list the {n} of {t} " + words, "SELECT {n} FROM {t} " + condition
 
@@ -188,8 +205,9 @@ COMPOUND = [
     lists(2, "in {p} with {e} {u} or {a} above {x}",
           "JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}"),
 ]
-# Without the last condition these queries mostly find more than half of the answer, so a failure
-# can be a near miss. The pretraining text has none of them.
+# If a query lacks the last condition of such a question, the query usually still finds more than
+# half of the correct rows. A failure can therefore be a near miss. The tiny model's pretraining
+# text contains no long questions.
 LONG = [
     lists(1, "with {a} above {x} or {c} {v} or {v2}", "WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}"),
     lists(1, "with {a} below {x} or {c} {v} or {v2}", "WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}"),
@@ -200,16 +218,16 @@ LONG = [
 
 def draw_question(rng: random.Random, tables: list[Table], compound: float,
                   long: float = 0.0) -> dict:
-    """Draws a question.
+    """Draws a random question about a database.
 
     Args:
         rng: Random number generator.
         tables: Tables of the database.
-        compound: Probability of a compound question.
-        long: Probability of a long question.
+        compound: Probability that the question is from COMPOUND.
+        long: Probability that the question is from LONG. Other questions are from SIMPLE.
 
     Returns:
-        `query`, the question in words, and `gold`, its query in SQL.
+        A dict with `query` (the question in words) and `gold` (the gold query in SQL).
     """
     number = rng.random()
     families = COMPOUND if number < compound else LONG if number < compound + long else SIMPLE
@@ -221,7 +239,8 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float,
     v, v2 = rng.sample(VALUES[c.concept[0]], 2)
     parts = dict(n=table.label.name, v=f"'{v}'", v2=f"'{v2}'", u=f"'{rng.choice(e.values)}'",
                  x=rng.randint(20, 80), y=rng.randint(20, 80), z=rng.randint(2, 5), k=site.key)
-    # Two thirds of the time, a question uses the database's name of a column.
+    # A question uses the column's name in the database with a probability of about two thirds, and
+    # otherwise another name of its concept.
     names = {hole: rng.choice((*column.concept, *[column.name] * 3))
              for hole, column in zip("abce", (a, b, c, e))}
     return dict(query=query.format(**parts, **names, t=table.noun, p=site.noun),
@@ -231,10 +250,11 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float,
 
 @cache
 def sql_data() -> SQLData:
-    """Returns the generated data: 360 databases with 5 questions each.
+    """Generates the data: 360 databases with 5 questions each.
 
-    The split `test` has databases that are not in `train`, and `unseen` has databases over nouns
-    that no training task names. Every gold query is `worth_asking`.
+    Each database belongs to a single split, so the databases of `test` are not in `train`. The
+    tables in `unseen` are named after nouns that no training task contains. All gold queries pass
+    `worth_asking`.
     """
     rng = random.Random(DATA_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
@@ -264,24 +284,29 @@ def sql_data() -> SQLData:
 
 
 def numbered(questions: list[dict]) -> dict[str, dict]:
-    """Returns questions by their number, as text."""
+    """Returns a dict that maps "0", "1", ... to the questions, in order."""
     return {str(n): question for n, question in enumerate(questions)}
 
 
 def schema_key(script: str) -> frozenset:
-    """Returns the tables and columns of a script, so that equal schemas have equal keys."""
+    """Returns a key of the schema that a script creates. Equal schemas have equal keys.
+
+    The key holds the words of each CREATE TABLE line, which are names and types, without order.
+    """
     return frozenset(frozenset(re.findall(r"\w+", line))
                      for line in re.findall(r"CREATE TABLE .*", script))
 
 
 def worth_asking(run, gold: str) -> bool:
-    """Returns True if a gold query finds rows, but not too many, and its WHERE clause matters.
+    """Returns True if a gold query is suitable for a question.
 
-    Without that clause the query must find other rows. If it finds several rows, these must be at
-    most 70% of the rows without the clause.
+    The result must have at least one row and at most 300 characters as text, and its first value
+    must not be NULL. If the query has a WHERE clause, the query is also run without the clause.
+    The two results must differ. If the gold query returns several rows, their number must be at
+    most 70% of the number of rows without the clause.
 
     Args:
-        run: Function that runs a query.
+        run: Function that runs a query and returns its rows.
         gold: Gold query.
     """
     rows = run(gold)
@@ -296,19 +321,22 @@ def worth_asking(run, gold: str) -> bool:
 
 
 def tables_of(gold: str) -> list[str]:
-    """Returns the names of the tables that a query reads, in order."""
+    """Returns the names of the tables after FROM and JOIN in a query, in order, each name once."""
     return list(dict.fromkeys(re.findall(r"\b(?:from|join)\s+`?(\w+)", gold, re.I)))
 
 
 def sql_expert(gold: str, thoughts: bool):
-    """Returns the scripted expert: it lists the tables, describes those in the gold query, runs the
-    query and submits.
+    """Returns the scripted expert of a question.
+
+    The expert lists all tables, describes the tables in the gold query, runs the gold query and
+    submits its result.
 
     Args:
         gold: Gold query.
-        thoughts: True for replies of the full view, with a thought and a label.
+        thoughts: True for the full view, in which a reply has the form "Thought: ... Action: ...".
+            False for the short view, in which a reply is only the action.
     """
-    needed = tables_of(gold)[:7]  # so that the query and the submission fit into 10 turns
+    needed = tables_of(gold)[:7]  # with three other actions, this is the limit of 10 turns
     turns = [("I should see which tables there are.", "SHOW TABLES")]
     for table in needed:
         turns.append((f"I need to know the columns of {table}.", f"DESC {table}"))

@@ -1,5 +1,7 @@
-"""Reads InterCode's own questions and databases, which come from Spider, and loads the databases
-into a server.
+"""Loads InterCode's databases into a MySQL server.
+
+InterCode's questions and databases come from the data set Spider. This module also reads the
+questions, and converts the databases to sqlite. The command is
 
     python -m environments.intercodesql.spider DUMP --admin-url URL --mysql-url URL
 """
@@ -20,10 +22,12 @@ from envs import EnvError
 
 @lru_cache(maxsize=2)
 def spider_data(folder: str) -> SQLData:
-    """Reads InterCode's or IPR's questions, and the dump of the databases if the folder has one.
+    """Reads InterCode's or IPR's questions from a folder, and the dump of the databases if there is
+    one.
 
-    InterCode's questions are split by whole databases: every fifth is for testing, and the one
-    before it for validation. IPR has its own splits.
+    InterCode's questions have no splits, so they are split here by database. Of every five
+    databases, in alphabetical order, the fourth is for validation, the fifth for testing, and the
+    others are for training. IPR's questions come with splits.
     """
     where, questions, scripts = Path(folder), {}, {}
     with reading(f"--intercode-data {folder}", "InterCode's or IPR's: JSON lists of records with "
@@ -46,19 +50,24 @@ def spider_data(folder: str) -> SQLData:
 def _records(path: Path) -> list[dict]:
     records = []
     for record in read_json(path):
-        # IPR keeps the database's name one level deeper than InterCode.
+        # InterCode has the database's name in record["db"]; IPR has it in record["extra"]["db"].
         db = record["db"] if "db" in record else record["extra"]["db"]
         records.append(dict(query=text_in(record["query"]), db=text_in(db),
                             gold=" ".join(text_in(record["gold"]).split())))
     return records
 
 
-# MySQL's own syntax in a line of a CREATE TABLE, such as the length of the text in a key
+# Parts of a CREATE TABLE statement that sqlite does not accept: AUTO_INCREMENT, CHARACTER SET and
+# COLLATE, and the length of a prefix in a key, such as (20) in `name`(20)
 _MYSQL_SYNTAX = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
-    """Converts a MySQL dump to one sqlite script per database, name -> script."""
+    """Converts a MySQL dump to one sqlite script per database.
+
+    Returns:
+        A dict that maps the name of each database to its script.
+    """
     scripts, name = {}, None
     for statement in re.findall(r"^(?:USE|CREATE TABLE|INSERT INTO) (?:'(?:\\.|[^'\\])*'|[^;'])*;",
                                 dump, re.M):
@@ -71,7 +80,7 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
             lines = [_MYSQL_SYNTAX.sub("", line).rstrip(",")
                      for line in lines if not re.match(r"\s*(UNIQUE |FULLTEXT )?KEY ", line)]
             statement = head + "\n" + ",\n".join(lines) + "\n);"
-        else:  # sqlite has 'it''s' for 'it\'s'
+        else:  # an INSERT: sqlite has no backslash escapes, so 'it\'s' becomes 'it''s'
             escapes = {"n": "\n", "r": "\r", "t": "\t", "0": "", "'": "''"}
             statement = re.sub(r"\\(.)", lambda m: escapes.get(m[1], m[1]), statement, flags=re.S)
         scripts[name] += statement + "\n"
@@ -79,19 +88,18 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 
 
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
-    """Loads InterCode's dump into a server, and makes a user for each database.
+    """Loads InterCode's dump into a server, and creates a user for each database.
 
-    A user can only read its database.
-
-    The dump's tables replace tables of the same names. Its own CREATE USER is left out, since that
-    user, admin with the password admin, has all privileges.
+    Each user can only read its own database. Tables on the server are replaced if the dump has
+    tables of the same names. The dump's CREATE USER statement is skipped, because it would create a
+    user "admin" with the password "admin" and all privileges.
 
     Args:
         dump: Path of the dump.
-        admin_url: Server, and a user that may create databases and users, whose password is in
-            MYSQL_ADMIN_PWD.
-        mysql_url: Server, and the name from which the names of the new users are made. Their
-            password is in MYSQL_PWD.
+        admin_url: mysql://user@host:port of a user that can create databases and users. The
+            password of this user is in the environment variable MYSQL_ADMIN_PWD.
+        mysql_url: mysql://user@host:port. The names of the new users begin with this user name. All
+            new users have the password in the environment variable MYSQL_PWD.
 
     Returns:
         The names of the databases.
@@ -111,14 +119,15 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
                 raise EnvError(f"{where}: table names are case-sensitive, so 169 gold queries "
                                "would fail; set up a new server with --lower-case-table-names=1 "
                                "from its first start")
-            # The dump also sets this, but not in each of its databases.
+            # The dump disables foreign key checks, too, but not for each of its databases.
             cursor.execute(f"SET foreign_key_checks = 0;\n{text}")
             while cursor.nextset():
                 pass
             secret = server.escape(os.environ.get("MYSQL_PWD", ""))
             for name in names:
                 user = server.escape(databases.database_user(mysql_url, name))
-                pattern = name.replace("_", r"\_")  # in a GRANT, _ matches any character
+                # In the database name of a GRANT statement, an unescaped _ matches any character.
+                pattern = name.replace("_", r"\_")
                 cursor.execute(f"DROP USER IF EXISTS {user}@'%'")
                 cursor.execute(f"CREATE USER {user}@'%' IDENTIFIED BY {secret}")
                 cursor.execute(f"GRANT SELECT ON `{pattern}`.* TO {user}@'%'")

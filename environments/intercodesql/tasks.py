@@ -1,6 +1,7 @@
-"""New questions about the generated databases, made from queries of an episode.
+"""Makes new questions about the generated databases from the queries of an episode.
 
-If a query fits a question family of `questions`, the family also gives the question in words.
+If a query has the form of a question family in questions.py, the question in words is generated
+from this family. Otherwise, an explorer model has to write the question.
 """
 
 import random
@@ -14,27 +15,32 @@ from environments.intercodesql import questions
 from environments.intercodesql.databases import ERROR, Sqlite, code_of
 from environments.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
-COPIES = 4  # copies of a database with other rows, on which queries are compared [ours]
-# Words of a query that may return other rows the next time
+# Number of copies of a database with new random rows. Two queries are compared on all copies
+# (our choice).
+COPIES = 4
+# Words in a query that make its result nondeterministic
 VARYING = set("now date time datetime julianday strftime unixepoch timediff current_date "
               "current_time current_timestamp random randomblob".split())
-# Placeholder of a gold query -> pattern of the text in its place
+# Maps each placeholder of a gold query to the pattern of the text that may replace it
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
 
-# (pattern of an operation in a query, pattern of its words in a question)
+# Pairs of patterns: an operation in a query, and the words for this operation in a question
 OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
               (r"\bavg\b", r"\b(average|mean)\b"), (r"\b(or|in)\b", r"\bor\b"))
 
-# Signs of SQL, as opposed to English with the words select and from
+# Matches syntax that occurs in SQL, but not in an English sentence with "select" and "from"
 SIGNS = re.compile(r"[`*=<>]|\(.*\bfrom\b|\bfrom\s*\(|\bwhere\b.*(?:[(\"]|\s')"
                    r"|\b(?:order|group)\s+by\b|\blimit\s+\d|\bjoin\b|(?-i:SELECT\b.*\bFROM\b)",
                    re.I | re.S)
 
 
 def _pattern(gold: str) -> re.Pattern:
-    """Returns the pattern of a family's queries, with their `parts_of` separated by spaces. A
-    repeated placeholder matches the same text each time."""
+    """Returns a pattern that matches every query of a question family.
+
+    Before matching, a query must be split with `parts_of` and joined with spaces. If a placeholder
+    occurs twice in `gold`, it must stand for the same text both times.
+    """
     pattern = re.escape(" ".join(re.findall(r"\{\w+\}|\w+|[^\w\s]", gold)))
     for hole, kind in HOLES.items():
         mark = re.escape(f"{{{hole}}}")
@@ -47,29 +53,38 @@ FAMILIES = [(words, gold, _pattern(gold)) for _, words, gold in
 
 
 def families(sql: str):
-    """Yields (words, gold, placeholder -> its text) of each family that the query fits."""
+    """Yields (words, gold, texts) for each question family that matches the query.
+
+    `words` is the family's question and `gold` is its query. `texts` maps each placeholder of
+    `gold` to the text that replaces it in `sql`.
+    """
     for words, gold, pattern in FAMILIES:
         if match := pattern.fullmatch(" ".join(parts_of(sql))):
             yield words, gold, match.groupdict()
 
 
 class TaskGenerator:
-    """Makes, checks and verifies new tasks, which are questions {query, gold, db}.
+    """Makes, checks and verifies new tasks.
+
+    A task is a dict with `query` (the question in words), `gold` (the gold query) and `db` (the
+    name of the database). A candidate is a dict with `text` (the question), `task` and `solution`
+    (a list of replies that solve the task).
 
     Args:
         env: The environment InterCodeSQL, with generated databases.
     """
-    # The description of a task in the prompt of an explorer model
+    # Describes a task in the prompt of an explorer model
     form = ("A task is a question about this database that one SELECT answers; it names the same "
             "things, columns, values and numbers, and no others. Its actions are queries, the "
             "answer's SELECT the last of them, and then: submit")
-    # The description of the actions in that prompt. The short view has no rules that name them.
+    # Describes the actions in that prompt. It is needed for the short view, whose prompt has no
+    # rules that list the actions.
     actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
     def __init__(self, env):
         self.env = env
-        self.questions = {}     # database -> the questions of all splits about it
-        self.evaluated = set()  # words of the questions that are evaluated, of all databases
+        self.questions = {}     # maps each database to its questions in all splits
+        self.evaluated = set()  # `words_of` each question that is not in the split "train"
         for split in env.splits:
             for question in env.splits[split].values():
                 self.questions.setdefault(question["db"], []).append(question)
@@ -78,12 +93,14 @@ class TaskGenerator:
         self.training = {question["db"] for question in env.splits["train"].values()}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the families of the queries that returned rows."""
+        """Returns the `family` of each query in an episode that returned rows."""
         return {self.family(sql) for sql in self._successful(self.env.find(task)["db"], replies)}
 
     def family(self, sql: str) -> str:
-        """Returns the words of the query's family. If it fits none, returns the query without its
-        names and values."""
+        """Returns the question of the family that matches a query, with its placeholders.
+
+        If no family matches, returns the query with "x" for each name and "?" for each value.
+        """
         for words, _, _ in families(sql):
             return words
         words = re.sub(r"'[^']*'|\b\d+\b", "?", " ".join(parts_of(sql)))
@@ -92,12 +109,13 @@ class TaskGenerator:
                       flags=re.I)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Makes a candidate {text, task, solution} from each query of an episode that returned rows
-        and fits a family.
+        """Makes candidates from the queries of an episode.
+
+        A query becomes a candidate if it returned rows and if a question family matches it.
 
         Args:
             task: Id of the episode's task.
-            replies: The episode's replies.
+            replies: The agent's replies in the episode.
             rng: Random number generator.
         """
         db = self.env.find(task)["db"]
@@ -105,21 +123,22 @@ class TaskGenerator:
         return [self.proposal(*question, db) for question in questions if question]
 
     def proposal(self, text: str, sql: str, db: str) -> dict:
-        """Returns the candidate with this question, query and database."""
+        """Returns a candidate with the given question, gold query and database."""
         actions = ["SHOW TABLES", *(f"DESC {table}" for table in tables_of(sql)), sql, "submit"]
         return dict(text=text, task=dict(query=text, gold=sql, db=db),
                     solution=[self.env.reply(action) for action in actions])
 
     def question(self, db: str, sql: str, rng: random.Random) -> tuple[str, str] | None:
-        """Returns the question that a query answers, and the query in the form of its family. It is
-        None if the query fits no family over this database.
+        """Returns a question in words that a query answers, and the query in standard form.
 
-        Spaces do not matter, since a tokenizer may write MAX ( age ).
+        The standard form has the spaces and the case of the question family that matches the query.
+        Spaces in `sql` do not matter, because some tokenizers decode MAX(age) as MAX ( age ).
+        Returns None if no family matches, or if the query does not fit the tables of the database.
 
         Args:
             db: Name of the database.
-            sql: Query.
-            rng: Random number generator, which chooses the names of columns in the question.
+            sql: The query.
+            rng: Random number generator. It chooses the names of columns in the question.
         """
         sites, *_ = self.env.data.tables[db]
         tables = {table.name: table for table in self.env.data.tables[db]}
@@ -133,24 +152,28 @@ class TaskGenerator:
             numbers = [columns[hole] for hole in "ab" if hole in columns]
             if None in columns.values() or not all(
                     isinstance(column.values[0], int) for column in numbers):
-                continue  # such as the average of a text column
+                continue  # a column does not exist, or is not numeric, as in AVG(name)
             terms = {"t": table.noun, "p": site.noun if site else ""}
             for hole, column in sorted(columns.items()):
-                # Two thirds of the time, a question uses the database's name of a column.
+                # A question uses the column's name in the database with a probability of about two
+                # thirds, and otherwise another name of its concept.
                 names = *(column.concept or [column.name]), *[column.name] * 3
                 terms[hole] = column.name if hole == "n" else rng.choice(names)
             return words.format(**parts | terms), gold.format(**parts)
         return None
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """Makes a candidate from an explorer model's proposal, with its last query as gold.
+        """Makes a candidate from an explorer model's proposal.
+
+        The last SELECT query of the proposal becomes the gold query.
 
         Args:
-            task: Id of the task that was explored.
-            proposal: The question, `query`, and the actions that solve it, `action_sequence`.
+            task: Id of the task that the model explored.
+            proposal: A dict with `query` (the question in words) and `action_sequence` (the actions
+                that solve it).
 
         Returns:
-            The candidate, or None if the proposal has no SELECT.
+            The candidate, or None if the proposal contains no SELECT query.
         """
         solution = [self.env.action(reply) or reply for reply in proposal["action_sequence"]]
         answers = [sql for sql in solution if re.match(r"\s*select", sql, re.I)]
@@ -163,8 +186,9 @@ class TaskGenerator:
     def agree(self, task: dict) -> bool:
         """Returns True if the question and the gold query name the same things.
 
-        These are tables, columns, values, numbers and operations. The query must read a table. It
-        may also use a label column and LIMIT 1, which the question need not name.
+        Both must name the same tables, columns, values, numbers and operations. There are two
+        exceptions: the query may contain a label column or LIMIT 1 that the question does not name.
+        The query must also read at least one table.
         """
         tables, question = self.env.data.tables[task["db"]], task["query"]
         sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)
@@ -181,11 +205,12 @@ class TaskGenerator:
         return True
 
     def key(self, task: dict) -> str:
-        """Returns the key that equal questions share: the database and the effect of the query."""
+        """Returns a key that is the same for equivalent questions: the database's name and the
+        `effect` of the gold query."""
         return f"{task['db']}/{effect(self.env.data, task['db'], task['gold'])}"
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why no run may add this question, or None if one may."""
+        """Returns the reason why a question must not become a task, or None if it can."""
         if task["db"] not in self.training:
             return "a database of no training task"
         words, key = words_of(task["query"]), self.key(task)
@@ -207,10 +232,11 @@ class TaskGenerator:
                                    "condition that changes little")
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if a text holds a part of its solution.
+        """Returns True if the text of a question reveals a part of its solution.
 
-        This is an action of more than one word, or a SELECT that reads a table of the solution or
-        has signs of SQL.
+        The text reveals it if it contains an action of the solution that has more than one word. It
+        also does so if it contains a SELECT query. The words "select ... from" count as a query if
+        a table of the solution follows "from", or if SIGNS matches.
         """
         plain = f" {_plain(text)} "
         tables = []
@@ -228,11 +254,11 @@ class TaskGenerator:
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate.
 
-        Its question must agree with its query, and its solution must earn the reward 1 in two equal
-        episodes.
+        The question must `agree` with the gold query. The solution is run in two episodes. Both
+        episodes must be identical and must earn the reward 1.
 
         Returns:
-            The reason why the solution does not verify the question, or None if it does.
+            None if the candidate passes, and otherwise the reason why it does not.
         """
         task, solution = candidate["task"], candidate["solution"]
         if not self.agree(task):
@@ -251,7 +277,7 @@ class TaskGenerator:
         return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _successful(self, db: str, replies: list[str]):
-        """Yields the SELECT queries of the replies that returned rows."""
+        """Runs the queries in the replies, and yields each SELECT query that returned rows."""
         with closing(self.env.database(db)) as database:
             for sql in map(self.env.action, replies):
                 rows = database.run(sql) if sql and sql != "submit" else None
@@ -261,10 +287,10 @@ class TaskGenerator:
 
 @cache
 def effect(data: questions.SQLData, db: str, gold: str) -> str:
-    """Returns the effect of a query, so that queries with different effects differ in it.
+    """Returns a fingerprint of a query. Two queries with equal fingerprints count as equivalent.
 
-    This is a hash of the rows that it finds in its database and in COPIES copies with other rows.
-    If the query fails, it is its text.
+    The query is run on its database and on COPIES copies of the database with new random rows. The
+    fingerprint is a hash of all results. If the query fails, its text is returned instead.
     """
     rng, tables = random.Random(db), data.tables[db]
     scripts = [data.databases[db]]
@@ -286,13 +312,13 @@ def named(tables: list, text: str, values: set[str]) -> set[str]:
 
     Args:
         tables: Tables of the database.
-        text: Question or query.
-        values: Values that count besides those in the tables.
+        text: A question or a query.
+        values: Words that count as values even if they do not occur in the tables.
 
     Returns:
-        Names as the database has them, values, and numbers as text.
+        The names of the tables and columns in the database, the values, and the numbers as text.
     """
-    names = {}  # word -> name in the database
+    names = {}  # maps each word for a table or column to its name in the database
     for table in tables:
         for word in (table.name, table.noun, table.noun[:-1]):
             names[word] = table.name
@@ -311,11 +337,17 @@ def named(tables: list, text: str, values: set[str]) -> set[str]:
 
 
 def parts_of(sql: str) -> list[str]:
-    """Returns the query's words, signs and quoted values, without comments and semicolons."""
+    """Splits a query into words, quoted strings and punctuation marks.
+
+    Comments and semicolons are left out.
+    """
     parts = re.findall(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|\w+|[^\w\s]", sql, re.S)
     return [part for part in parts if not part.startswith(("--", "/*")) and part != ";"]
 
 
 def _plain(text: str) -> str:
-    """Returns words and signs separated by spaces, in lower case, without quotes and semicolons."""
+    """Returns the words and punctuation marks of a text in lower case, separated by spaces.
+
+    Quotation marks, backticks and semicolons are removed.
+    """
     return " ".join(re.findall(r"\w+|[^\w\s'\"`;]", text.lower()))
