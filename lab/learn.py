@@ -4,10 +4,10 @@ Each line of the file is a trajectory: {"task", "messages": [{"role", "content"}
 If two agents played the trajectories, each line also has the name of its "agent". No environment is
 needed.
 
-The best trajectory of each task becomes its expert trajectory. First, SFT (supervised fine-tuning)
-on the expert trajectories trains the agent, Eq. (3) to (5). Then preference learning, Eq. (9),
-trains the agent on pairs of trajectories of the same task. In a pair, the trajectory with the
-higher reward is chosen, Eq. (8). The reference model is the agent after SFT.
+The best trajectory of each task becomes its expert trajectory. First, the agent is trained with SFT
+(supervised fine-tuning) on the expert trajectories, Eq. (3) to (5). Then it is trained with
+preference learning, Eq. (9), on pairs of trajectories of the same task. In a pair, the trajectory
+with the higher reward is the chosen one, Eq. (8). The reference model is the agent after SFT.
 
 The trained agent is written to the folder OUT. The run itself is in OUT/run, and has the same
 phases as a run of coevolve.py. To resume an interrupted run, repeat the command.
@@ -49,8 +49,8 @@ MUST = "task, messages of role and content, reward from 0 to 1, and agent if the
 def learn(run: Run) -> None:
     """Trains the agent with SFT on the best trajectory of each task, and then with preference
     learning on pairs of trajectories."""
-    # 1. Choose the expert trajectories, write one file per agent with its other trajectories, and
-    # make the pairs.
+    # 1. Choose the expert trajectories. Write each agent's other trajectories to a file. Make the
+    # pairs.
     once = run.once
     file = Path(run.settings.file)
     experts = once("experts.jsonl", best, file)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.files import is_edited, read_json
 from common.settings import UsageError, command_words, flag, settings_of
-from engine.console import visible  # noqa: F401, which commands import from here
+from engine.console import visible  # noqa: F401, re-exported for the commands
 from environments import environment
 
 SOLVED = 1 - 1e-9  # minimum reward of a success, the same as in dpo.Trajectory

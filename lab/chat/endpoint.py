@@ -51,7 +51,8 @@ TYPES = ("type", "error_type")
 PARAMS = ("param", "loc")
 NESTED = ("error", "errors", "innererror", "message", "msg", "error_message", "detail", "details",
           "metadata", "raw", "choices")
-# Classifies an error by its code or type. The first pattern that matches gives the kind.
+# Patterns that classify an error by its code or type. They are tried in this order, and the first
+# one that matches gives the kind of the error.
 KINDS = {
     "filter": re.compile("filter|policy|moderat|safety|sensitiv|inspect|flagg|prohibit|block|harm|"
                          "jailbreak|inappropriate|guardrail|censor", re.I),
@@ -61,8 +62,8 @@ KINDS = {
     "length": re.compile(r"context|(prompt|input|message|content|token)\w*(long|large|length|"
                          r"exceed|limit|overflow)|(request|entity|payload)_?too_?large", re.I),
 }
-# Matches error messages which say that the prompt, or a reply of `max_tokens` tokens, does not fit
-# into the context.
+# Matches error messages about a prompt that is too long for the context, or about a value of
+# max_tokens that is too large.
 TOO_LONG = re.compile(
     r"context.?(length|window|size|limit|overflow)|exceeds? context|"
     r'(prompt|input(?! should)|message|conversation|request|token)[^.;:"]{0,70}'
@@ -154,12 +155,12 @@ class Passing(Exception):
 
     def __init__(self, problem: str, wait: float = 0.0):
         super().__init__(problem)
-        self.wait = wait  # seconds that the endpoint asks to wait, from Retry-After
+        self.wait = wait  # seconds to wait, from the Retry-After header
 
 
 class Endpoint:
-    """A model at a chat endpoint. Calling it with messages returns (reply, usage). After transient
-    errors it retries with exponential backoff."""
+    """A model at a chat endpoint. Calling an `Endpoint` with messages returns (reply, usage).
+    Requests are retried with exponential backoff after transient errors."""
 
     def __init__(self, url: str, name: str, temperature: float, max_tokens: int):
         path = "/chat/completions"
@@ -555,7 +556,7 @@ def reply_tokens(reply: str, usage: dict, reasons: bool) -> int:
 
     The number is estimated from the text if the usage has no token counts, or if the completion
     includes an unknown number of reasoning tokens. A text has at most as many tokens as bytes. If
-    the completion has more tokens than this (and END_TOKENS), it must include hidden reasoning.
+    the completion has more tokens than bytes (plus END_TOKENS), it must include hidden reasoning.
     """
     completion, reasoning = count(usage, "completion_tokens"), reasoning_tokens(usage)
     if 0 < reasoning < completion:

@@ -183,8 +183,8 @@ class Paid:
 
 
 class Text:
-    """Stands in for the tokenizer's encoder, because the episodes of an endpoint have no token ids.
-    Its methods return empty lists of ids."""
+    """Replacement for the tokenizer's encoder. An endpoint sends and receives text, so its episodes
+    have no token ids and all methods return empty lists of ids."""
 
     def start(self, messages) -> list[int]:
         return []

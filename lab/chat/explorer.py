@@ -121,9 +121,10 @@ def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path]
 
 @by_one_rank
 def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: int) -> dict:
-    """Asks the endpoint to propose new tasks from each explored episode, and writes the proposals.
+    """Requests proposals for new tasks from the endpoint, and writes the proposals. Each request
+    quotes one explored episode.
 
-    The order of the episodes is random. A row is {signal, source, text, task, solution}. The task
+    The proposals are written in a random order of the episodes. A row is {signal, source, text, task, solution}. The task
     of a malformed proposal is None. A malformed proposal is counted, but never repaired.
     """
     d = rows_of(task_set)

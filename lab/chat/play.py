@@ -104,7 +104,7 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
         running.send(None)
         while True:
             say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
-            shown = len(t.messages) + 1  # + 1 skips the coming reply, which the person has seen
+            shown = len(t.messages) + 1  # + 1: the person has seen the next message, their reply
             say(f"\n--- turn {t.turns + 1} of {env.max_turns}")
             if agent:
                 ids, text, p = agent.propose(t)

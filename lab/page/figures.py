@@ -24,8 +24,8 @@ matplotlib.rcParams.update({
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
-# Metrics of a training step that are drawn, with the title of their panel. Only GRPO logs metrics
-# other than the loss.
+# Metrics of a training step that are drawn, with the title of their panel. All methods log the
+# loss. The other metrics are logged only by GRPO.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
                 D="Tasks in D")
 # Metrics of a training step for each kind of preference pair, with the title of their panel. Each

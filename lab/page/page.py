@@ -26,7 +26,7 @@ from lab.page import figures, report
 from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
 
 FILES = Path(__file__).parent / "files"
-MEGABYTES = 4.5  # default limit of the compressed conversations in a page
+MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
 # Keys of a trajectory that the page includes. Token ids and other keys are left out.
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 EPISODE = {"task", *KEPT} - {"raw_reward"}  # a row that has all these keys is a trajectory
@@ -79,7 +79,7 @@ def status_of(run: Path) -> str:
 def hash_source(source: str) -> str:
     """Returns the entry of the content security policy that allows this style or script, identified
     by its SHA-256 hash."""
-    digest = hashlib.sha256(source.encode("ascii")).digest()  # the page has the same ASCII bytes
+    digest = hashlib.sha256(source.encode("ascii")).digest()  # the ASCII page has the same bytes
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
@@ -108,7 +108,7 @@ def conversations(run: Path, megabytes: float) -> dict:
 
     texts = instructions(runs)
     tasks = []
-    room = 5e6 * megabytes  # size before compression, in bytes; a fifth remains in the page
+    room = 5e6 * megabytes  # limit in bytes before compression, which leaves a fifth
     for task in sorted(runs, key=lambda task: interest(runs[task].values())):
         shown = list(runs[task].values())
         size = len(json.dumps(shown))

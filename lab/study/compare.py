@@ -230,8 +230,9 @@ def of_costs(runs: Runs) -> Table:
 
 
 def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
-    """Returns the paper's Table 2. It has the shares of successes, negatives and hard negatives
-    among the explored trajectories, for three thresholds between negative and hard negative."""
+    """Returns the paper's Table 2: the shares of successes, negatives and hard negatives among the
+    explored trajectories. The shares are computed for three reward thresholds. Negatives are below
+    the threshold, and hard negatives are failures at or above it."""
     measures = ("success", "negative", "hard negative")
     same = {f"{a} - {b}" for a, b in compared if numbers.explored_alike(runs, a, b)}
     rows = []

@@ -18,7 +18,7 @@ from lab.settings import METHODS, Settings
 # The settings of each arm of the first system, coevolve.py. A value in braces is taken from the
 # `coevolve` or `evolve` run with the same seed (see `taken_from`):
 # - {steps}: optimiser steps of the target agent per iteration, averaged over the `coevolve` run
-# - {lambda_sft}: the setting of the `coevolve` run
+# - {lambda_sft}: value of --lambda-sft in the `coevolve` run
 # - {tasks}: number of tasks at the end of the `evolve` run
 FIRST = {
     "coevolve": "--method coevolve",
@@ -51,11 +51,12 @@ ARMS = FIRST | SECOND
 # Pairs of arms (a, b). A report prints the difference a - b of each pair.
 COMPARED = [
     *itertools.product(["coevolve"], FIRST), *itertools.product([*FIRST, "grpo"], ["sft"]),
-    # Effects of the SFT term, of a second agent's rollouts, and of the kind of second agent.
+    # These pairs show the effects of the SFT term, of rollouts from a second agent, and of the kind
+    # of second agent.
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
-    # Effects of a failure agent that plays after it has learned instead of before, and of a single
-    # rollout per task.
+    # These pairs show the effects of a failure agent that plays after it has learned instead of
+    # before, and of a single rollout per task.
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
     ("coevolve-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
@@ -103,8 +104,8 @@ def taken_from(run: Path) -> dict:
 
 
 def task_counts(phases: dict) -> list[int]:
-    """Returns the sizes of GRPO's task set: at the start, and each time that evolution has added
-    tasks. The list is empty for other methods."""
+    """Returns the sizes of GRPO's task set, at the start and after each evolution phase. The list
+    is empty for methods of coevolve.py, which have no such task set."""
     rows = phases_with(phases, "tasks")
     return [row["tasks"] for row in rows if row["output"].endswith("tasks.jsonl")]
 

@@ -70,9 +70,9 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
 def evaluations(runs: Runs) -> list[dict]:
     """Returns all evaluations of the target agent.
 
-    The key `episodes_by_task` of an evaluation is task -> [(reward, messages), ...]. If a run has
-    no agent named "target", the evaluations of all its agents are returned. Their arms are then
-    named "ARM: AGENT".
+    The key `episodes_by_task` of an evaluation is a dict from a task to a list of (reward,
+    messages), with one tuple per episode. If a run has no agent named "target", the evaluations of
+    all its agents are returned. Their arms are then named "ARM: AGENT".
     """
     evals = []
     for arm, by_seed in runs.items():

@@ -43,7 +43,7 @@ def make_runs(
 
     Args:
         env: The environment.
-        arms: The arms, in an order in which an arm follows the arm that it takes values from.
+        arms: The arms. An arm that needs results of another arm must come after this other arm.
         seeds: The seeds. Each arm has one run per seed.
         folder: The study's folder.
         more: Further settings, as flags and values. A run gets those that its method uses.
