@@ -124,8 +124,9 @@ def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: in
     """Requests proposals for new tasks from the endpoint, and writes the proposals. Each request
     quotes one explored episode.
 
-    The proposals are written in a random order of the episodes. A row is {signal, source, text, task, solution}. The task
-    of a malformed proposal is None. A malformed proposal is counted, but never repaired.
+    The proposals are written in a random order of the episodes. A row is {signal, source, text,
+    task, solution}. The task of a malformed proposal is None. A malformed proposal is counted, but
+    never repaired.
     """
     d = rows_of(task_set)
     episodes = [evolve.Explored(**row) for row in read_jsonl(explored)]
