@@ -176,8 +176,8 @@ def values_by_seed(rows: list[dict], key: str, **where) -> dict:
 
 def cost(run: Path) -> dict:
     """Returns the costs of a run after its initial SFT phase: the optimiser steps of the target and
-    of all agents, the tokens that the target was trained on, and the number of rollouts. The last
-    number is the number of tasks at the end of evolution, or 0 for other methods."""
+    of all agents, the tokens in the target's training phases, and the number of rollouts. The last
+    value, `tasks`, is the size of GRPO's task set at the end, or 0 for methods of coevolve.py."""
     phases = phases_of(run)
     target = training_phases(phases, "target")
     played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
