@@ -1,1 +1,2 @@
-"""What extends the method: every setting, environment at scale, control, report and measurement."""
+"""Extensions of the method in coevolve.py: further settings, methods and models, evaluation of chat
+endpoints, studies of several runs, the page of a run, and reports."""

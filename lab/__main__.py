@@ -1,7 +1,7 @@
-"""Runs any method: `bash run.sh ENV` starts `python -m lab --env ENV`.
+"""Runs any method in any environment: `bash run.sh ENV` starts `python -m lab --env ENV`.
 
-The run is the same as with `python coevolve.py`. This program adds methods and models, and it
-writes a page at the end.
+Methods of coevolve.py give the same results as with `python coevolve.py`. This program supports
+more methods and models, and writes an HTML page about the run at its end.
 """
 
 import sys
@@ -24,7 +24,8 @@ def main(argv: list[str]) -> None:
         first.add_argument(flag(name), default=getattr(Settings, name))
     args, _ = first.parse_known_args(argv)
     models.MODELS["smollm2"] = smollm2.base
-    if is_endpoint(args.model):  # a run needs some tokenizer; an endpoint does not use it
+    # Every run loads a tokenizer. An endpoint does not use it, so the one of "tiny" will do.
+    if is_endpoint(args.model):
         models.MODELS[args.model] = models.MODELS["tiny"]
     trained_in = run_of(Path(args.model).expanduser()) if args.method == "evaluate" else None
     flags = way_of(trained_in, args.env) if trained_in else []
@@ -35,7 +36,8 @@ def main(argv: list[str]) -> None:
 
 
 def finish(run: Run) -> str:
-    """Writes result.json and the page of a run, and returns a line about the page."""
+    """Writes result.json and the HTML page of a finished run. Returns a line to print, with the
+    path of the page."""
     report.close(run.folder)
     return page.make_page(run.folder)
 

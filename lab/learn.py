@@ -1,11 +1,16 @@
 """Trains an agent on your own trajectories: `bash run.sh learn FILE.jsonl --model MODEL`.
 
-A line of the file is a trajectory: {"task", "messages": [{"role", "content"}, ...], "reward"}, and
-"agent" if two agents played. No environment is needed. The best trajectory of each task is its
-expert trajectory. First, SFT (supervised fine-tuning) imitates the expert trajectories, Eq. (3) to
-(5). Then a phase of preference learning, Eq. (9), trains on pairs that are ordered by reward,
-Eq. (8). Its reference is the agent after SFT. Both are the core's phases, in the run OUT/run. To
-resume an interrupted run, repeat the command. The trained agent is in OUT.
+Each line of the file is a trajectory: {"task", "messages": [{"role", "content"}, ...], "reward"}.
+If two agents played the trajectories, each line also has the name of its "agent". No environment is
+needed.
+
+The best trajectory of each task becomes its expert trajectory. First, the agent is trained with SFT
+(supervised fine-tuning) on the expert trajectories, Eq. (3) to (5). Then it is trained with
+preference learning, Eq. (9), on pairs of trajectories of the same task. In a pair, the trajectory
+with the higher reward is the chosen one, Eq. (8). The reference model is the agent after SFT.
+
+The trained agent is written to the folder OUT. The run itself is in OUT/run, and has the same
+phases as a run of coevolve.py. To resume an interrupted run, repeat the command.
 """
 
 from __future__ import annotations
@@ -42,12 +47,14 @@ MUST = "task, messages of role and content, reward from 0 to 1, and agent if the
 
 
 def learn(run: Run) -> None:
-    """Imitates the best trajectory of each task, then learns from pairs with the others."""
-    # 1. Choose the expert trajectories, write the others by agent, and make pairs.
+    """Trains the agent with SFT on the best trajectory of each task, and then with preference
+    learning on pairs of trajectories."""
+    # 1. Choose the expert trajectories. Write each agent's other trajectories to a file. Make the
+    # pairs.
     once = run.once
     file = Path(run.settings.file)
     experts = once("experts.jsonl", best, file)
-    played = {}  # name of an agent -> file of its other trajectories
+    played = {}  # name of an agent -> file of its trajectories without the expert trajectories
     for name in dict.fromkeys(t.agent for t in run.trajectories):
         output = f"iter1/{quote(name, safe=' ')}.jsonl"
         played[name] = once(output, others, file, experts, name=name)
@@ -66,14 +73,15 @@ def learn(run: Run) -> None:
 
 
 def lay_out(out: Path, agents: list[Path]) -> None:
-    """Puts the last agent into a folder, with the training logs of all agents."""
+    """Links the files of the last agent into the folder `out`, and writes one training log there,
+    which joins the logs of all agents."""
     for file in agents[-1].iterdir():
         if file.suffix != ".jsonl":
             files.remove(out / file.name)
             branch.link(str(file), str(out / file.name))
     lines = []
     for agent in agents:
-        if (agent / "train.jsonl").exists():  # missing if there were no pairs
+        if (agent / "train.jsonl").exists():  # missing if there were no pairs to train on
             lines += files.read_jsonl(agent / "train.jsonl")
     files.write_jsonl(out / "train.jsonl", lines)
 
@@ -82,8 +90,9 @@ def lay_out(out: Path, agents: list[Path]) -> None:
 
 
 def best(run: Run, out: Path, file: Path) -> dict:
-    """Writes the expert trajectory of each task, which is the first of its best trajectories. If it
-    is not a success, its reward must exceed --expert-min-reward."""
+    """Writes the expert trajectory of each task: the trajectory with the highest reward, or the
+    first of several such trajectories. A failure becomes an expert trajectory only if its reward
+    exceeds --expert-min-reward."""
     least = run.settings.expert_min_reward
     experts = {}
     for t in best_of_tasks(run.trajectories):
@@ -100,8 +109,9 @@ def best(run: Run, out: Path, file: Path) -> dict:
 
 
 def others(run: Run, out: Path, file: Path, experts: Path, name: str) -> dict:
-    """Writes the other trajectories of an agent, of tasks that have an expert trajectory."""
-    lines = {t.task: t.rollout for t in read(experts)}  # task -> line of its expert trajectory
+    """Writes the trajectories of the agent `name` that are not expert trajectories. Tasks without
+    an expert trajectory are skipped."""
+    lines = {t.task: t.rollout for t in read(experts)}  # task -> line number of expert trajectory
     kept = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
     write(run, out, kept)
@@ -109,11 +119,11 @@ def others(run: Run, out: Path, file: Path, experts: Path, name: str) -> dict:
 
 
 def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trains: str) -> dict:
-    """Makes the pairs of Eq. (8).
+    """Makes the preference pairs of Eq. (8).
 
-    F_tgt, the failures of the paper's target agent, are those of the first agent in the file.
-    F_fail, the failures of its failure agent, are those of the second one. If there is a single
-    agent, its failures are paired with each other, as in D_fail.
+    The first agent in the file has the role of the paper's target agent, so its failures are F_tgt.
+    The second agent has the role of the failure agent, so its failures are F_fail. If there is only
+    one agent, its failures are paired with each other, as in D_fail.
     """
     s = replace(run.settings, d_tgt_failures="none")
     dropped = Counter()
@@ -130,7 +140,7 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
         if len(agents) < 2:
             candidates = list(itertools.combinations(more + own, 2))
         for pair in coevolve.ordered_failures(candidates, dropped):
-            if s.failure_pair_weights == "rollouts":  # as in coevolve.d_tgt
+            if s.failure_pair_weights == "rollouts":  # the same weight as in coevolve.d_tgt
                 pair.weight = 1.0 / len(candidates)
             pairs.append(pair)
     write_pairs(run, out, pairs)
@@ -141,7 +151,8 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
 
 
 class Recorded(Environment):
-    """Stands in for an environment. Its tasks have recorded trajectories, and are not played."""
+    """Placeholder for an environment. Its tasks have recorded trajectories, so no task is played
+    and the environment needs no rules, tools or rewards."""
     name = "learn"
     splits = {}
     test_splits = ()
@@ -151,13 +162,16 @@ class Recorded(Environment):
 
 
 def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], Counter]:
-    """Reads the trajectories in a file, one per line. The rollout index is the number of the line.
+    """Reads a file with one trajectory per line. The rollout index of a trajectory is its line
+    number.
 
     Returns:
-        The trajectories of at most `most` tokens, and the number of longer ones, {"too long": n}.
+        The trajectories with at most `most` tokens, and the number of trajectories that were
+        dropped because they are longer, {"too long": n}.
 
     Raises:
-        UsageError: A line has a fault. The message has its number.
+        UsageError: A line is invalid (the message has the line number), no trajectory is left, or
+            the file has more than two agents.
     """
     trajectories = []
     dropped = Counter()
@@ -165,7 +179,7 @@ def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], C
         if not line.strip():
             continue
         with reading(f"{file}, line {number}", MUST):
-            row = json.loads(line.decode("utf-8-sig"))  # some editors write a byte order mark
+            row = json.loads(line.decode("utf-8-sig"))  # skips a byte order mark
             t = None if never_replied(row) else trajectory_of(row, encoder)
         if t is None or len(t.ids) > most:
             dropped["too long"] += 1
@@ -185,10 +199,11 @@ def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], C
 
 
 def trajectory_of(row: dict, encoder) -> Trajectory:
-    """Returns the trajectory of a line. Raises ValueError if the line has a fault.
+    """Converts a line of the file, parsed as a dict, to a trajectory. Raises ValueError if the line
+    is invalid.
 
-    The last `turns` replies are actions, or all replies if the line has no `turns`. Token ids and
-    action mask are computed from the messages, as for --experts.
+    The last `turns` replies are the agent's actions. If the line has no `turns`, all replies are
+    actions. Token ids and action mask are computed from the messages, as for --experts.
     """
     check_fields(row, ("task", "messages", "reward"), PLAYED)
     task, agent, reward = row["task"], row.get("agent", "target"), row["reward"]
@@ -216,7 +231,7 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
         mask = row["action_mask"]
         marked = sum(after > before for before, after in zip(mask, mask[1:]))
         texts = sum(bool(message["content"]) for message in messages[opening:][::2])
-        if not texts <= marked <= turns:  # a reply without text may have no token
+        if not texts <= marked <= turns:  # an empty reply may have no token in the mask
             raise ValueError(f"'action_mask' marks {marked} replies, but the last {turns} are "
                              "trained on; give their number as 'turns', or remove the mask")
     return t
@@ -234,15 +249,15 @@ READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_toke
 @dataclass(frozen=True)
 class Settings(coevolve.Settings):
     """Learning from your own trajectories"""
-    # File of trajectories, one per line; the first argument, without this flag [none]
+    # File with one trajectory per line; give it as the first argument, without this flag [none]
     file: Free[OldFile] = None
-    # Folder for the trained agent, and for the run that trains it, in `run` [runs/learn-FILE]
+    # Folder for the trained agent; the run is in its subfolder `run` [runs/learn-FILE]
     out: Free[Optional[str]] = None
-    # A failure is an expert trajectory only if its reward exceeds this [ours]
+    # A failure can be an expert trajectory only if its reward is larger than this [ours]
     expert_min_reward: float = 0.0
     env: str = "trajectories of one's own"
     method: str = "learn"
-    max_new_tokens: int = 1  # nothing is played, so no space is reserved for replies
+    max_new_tokens: int = 1  # nothing is generated, so the context needs no room for replies
     essential = tuple(names_in(READS[:-1]))
     presets = {}
 
@@ -262,7 +277,7 @@ def main(argv: list[str]) -> None:
     out = Path(s.out or f"runs/learn-{Path(s.file).stem}")
     if out.is_dir() and any(out.iterdir()) and not (out / "run").is_dir():
         raise UsageError(f"--out {out}: it is not empty; give another folder, or delete it")
-    # The trajectories are checked before a model is loaded.
+    # Read the trajectories before a model is loaded, so that faults in the file appear quickly.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)
     run = Run(replace(s, out=str(out / "run")), options, make_env=Recorded)

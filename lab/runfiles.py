@@ -1,7 +1,8 @@
-"""Reads the settings and phases of a run, and handles the errors of commands that read runs.
+"""Reads the settings and phases of a run, for commands such as `run.sh page` and `run.sh compare`,
+and prints the errors of these commands.
 
-A phase is identified by the keys of its record in phases.json, not by the name of its function, so
-a fork may call its phases as it likes.
+The kind of a phase is recognised by the keys in its phases.json record, not by the name of its
+function. Modified copies of coevolve.py can therefore rename their phases.
 """
 
 import re
@@ -13,29 +14,31 @@ from pathlib import Path
 
 from common.files import is_edited, read_json
 from common.settings import UsageError, command_words, flag, settings_of
-from engine.console import visible  # noqa: F401, which commands import from here
+from engine.console import visible  # noqa: F401, re-exported for the commands
 from environments import environment
 
-SOLVED = 1 - 1e-9  # a reward of at least this is a success, as in dpo.Trajectory
+SOLVED = 1 - 1e-9  # minimum reward of a success, the same as in dpo.Trajectory
 
 
 def count(text: str) -> int:
-    """Parses a positive integer on the command line."""
+    """Converts a command-line argument to a positive integer."""
     if int(text) < 1:
         raise ArgumentTypeError("must be at least 1")
     return int(text)
 
 
 def command(name: str, function: Callable) -> None:
-    """Calls function(arguments of the command line). An error that the user can fix is printed in
-    one line, and the exit status is 2."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command without a traceback
-    for stream in sys.stdout, sys.stderr:  # escape characters that the console's encoding lacks
+    """Runs a command: calls `function` with the list of command-line arguments. If the user can fix
+    an error, it is printed as one line after the command's name, and the exit status is 2. Other
+    errors are raised."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if the output is piped to `head`
+    for stream in sys.stdout, sys.stderr:  # escape characters that the terminal's encoding lacks
         stream.reconfigure(errors="backslashreplace")
     try:
         function(command_words(sys.argv[1:]))
     except Exception as error:
-        from engine.command import one_line, rank  # imports torch, which most commands do not need
+        # Imported here because engine.command imports torch, which most commands do not need.
+        from engine.command import one_line, rank
         line = one_line(error)
         if line is None:
             raise
@@ -45,8 +48,8 @@ def command(name: str, function: Callable) -> None:
 
 
 def config_of(run: Path) -> dict:
-    """Returns config.json of a run. Raises UsageError if the folder is not a run, such as the
-    folder of an agent."""
+    """Returns the content of a run's config.json. Raises UsageError if the folder does not contain
+    a run, for example if it is an agent's folder."""
     file = run / "config.json"
     config = read_json(file) if file.is_file() else {}
     if "settings" not in config:
@@ -56,8 +59,9 @@ def config_of(run: Path) -> dict:
 
 
 def way_of(run: Path, env: str) -> list[str]:
-    """Returns the flags with which an agent of a run plays as in its training. The list is empty if
-    `env` is not the environment of the run."""
+    """Returns the flags that give an agent the same episodes as in the run that trained it: view,
+    token limits and environment settings. The list is empty if `env` is not the environment of the
+    run."""
     settings = config_of(run)["settings"]
     if settings["env"] != env:
         return []
@@ -70,8 +74,12 @@ def is_finished(run: Path) -> bool:
 
 
 def phases_of(run: Path) -> dict[str, dict]:
-    """Returns phases.json of a run: output -> record of its phase. Each record has the iteration
-    `i`, the name `output`, and `edited` if the file is not the one that the phase wrote."""
+    """Reads phases.json of a run, and returns the record of each finished phase by the name of its
+    output.
+
+    Three keys are added to a record: `i` is the iteration, `output` is the name of the output, and
+    `edited` is True if somebody has changed the output after the phase wrote it.
+    """
     file = run / "phases.json"
     phases = read_json(file) if file.exists() else {}
     for output, row in phases.items():
@@ -85,23 +93,24 @@ def phases_of(run: Path) -> dict[str, dict]:
 
 
 def phases_with(phases: dict, *keys: str) -> list[dict]:
-    """Returns the records that have all of these keys, in the order of their phases."""
+    """Returns the records of the phases that have all of these keys, in the order in which the
+    phases ran."""
     return [row for row in phases.values() if {*keys} <= row.keys()]
 
 
 def explorations_in(phases: dict) -> list[dict]:
-    """Returns the records of the agents' explorations. Explorations by the explorer of `evolve.py`
-    do not count, because it is not an agent of the run."""
+    """Returns the records of the phases in which the run's agents explored. Phases of the explorer
+    in `evolve.py` are not included, because the explorer is not an agent of the run."""
     rows = phases_with(phases, "name", "episodes", "reward", "success", "hard_negative")
     return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
 
 
 def pairs_in(phases: dict) -> list[dict]:
-    """Returns the records of the files of pairs."""
+    """Returns the records of the phases that wrote pairs files."""
     return [row for row in phases_with(phases, "pairs", "trains")
             if isinstance(row["pairs"], dict)]
 
 
 def agents_of(phases: dict) -> list[str]:
-    """Returns the names of a run's agents, in the order in which they first appear."""
+    """Returns the names of a run's agents, in the order of their first phases."""
     return list(dict.fromkeys(row["name"] for row in phases_with(phases, "name")))

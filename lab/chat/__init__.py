@@ -1,1 +1,2 @@
-"""Others who answer: an agent as it is, a chat endpoint, a person."""
+"""Evaluation and exploration with something other than an agent in training: a fixed agent, a model
+at a chat endpoint, or a person at the terminal."""

@@ -1,6 +1,7 @@
-"""Client for an OpenAI-compatible chat endpoint: it sends messages and returns a reply.
+"""Client for an OpenAI-compatible chat endpoint. It sends messages and returns a reply.
 
-The API key comes from an environment variable. It is written to no file, log or message.
+The API key is read from an environment variable. It is never written to a file, a log or an error
+message.
 """
 
 import ast
@@ -24,29 +25,34 @@ from common.settings import UsageError
 from envs import EnvError
 
 KEY = "OPENAI_API_KEY"  # name of the environment variable
-TRIES = 8               # maximum number of attempts [ours]
-TIMEOUT = 300           # timeout of a response, in seconds [ours]
+TRIES = 8               # maximum number of attempts per call [ours]
+TIMEOUT = 300           # maximum time for one response, in seconds [ours]
 MAX_WAIT = 120          # maximum wait between two attempts, in seconds [ours]
 MAX_BYTES = 1_000_000   # maximum size of a response, in bytes [ours]
-BYTES_PER_TOKEN = 4     # for our own estimate [OpenAI's rule of thumb for English]
-MAX_ERROR = 4000        # maximum size of an error's message that is judged, in characters [ours]
-END_TOKENS = 16         # allowance for special tokens that a server counts in a reply [ours]
-# Numbers that are summed over the responses of a phase. The caller finds cut_prompts.
+BYTES_PER_TOKEN = 4     # for estimated token counts [OpenAI's rule of thumb for English]
+MAX_ERROR = 4000        # only this many characters of an error message are classified [ours]
+END_TOKENS = 16         # special tokens that a server may count as part of a reply [ours]
+# Usage numbers that are summed over the responses of a phase. `Endpoint` returns all of them except
+# cut_prompts, which `Paid` in evaluate.py adds.
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
          "completion_tokens")
-NO_REPLY = "(no reply)"  # replaces an empty turn, which some servers refuse
+NO_REPLY = "(no reply)"  # sent instead of an empty message, which some servers reject
 
-PASSING = {408, 409, 425, 429}        # transient statuses, beside 500 and above
-REFUSING = {400, 403, 413, 422, 451}  # statuses that may concern these messages alone
-OF_LENGTH = {400, 413, 422}           # statuses that may concern their length, beside 500 and above
+# HTTP statuses by their possible meaning. Transient errors and prompts that are too long may also
+# have a status of 500 or above.
+PASSING = {408, 409, 425, 429}        # transient error
+REFUSING = {400, 403, 413, 422, 451}  # these messages are refused, other messages may be accepted
+OF_LENGTH = {400, 413, 422}           # the prompt is too long
 
-# Fields of an error's body that are read. All others are skipped: they may quote the prompt.
+# Fields that are read in the body of an error. Other fields are skipped, because they may quote the
+# prompt, whose words would be mistaken for the reason of the error.
 CODES = ("code", "error_code", "status")
 TYPES = ("type", "error_type")
 PARAMS = ("param", "loc")
 NESTED = ("error", "errors", "innererror", "message", "msg", "error_message", "detail", "details",
           "metadata", "raw", "choices")
-# What a code or a type says about an error. The first pattern that matches decides.
+# Patterns that classify an error by its code or type. They are tried in this order, and the first
+# one that matches gives the kind of the error.
 KINDS = {
     "filter": re.compile("filter|policy|moderat|safety|sensitiv|inspect|flagg|prohibit|block|harm|"
                          "jailbreak|inappropriate|guardrail|censor", re.I),
@@ -56,7 +62,8 @@ KINDS = {
     "length": re.compile(r"context|(prompt|input|message|content|token)\w*(long|large|length|"
                          r"exceed|limit|overflow)|(request|entity|payload)_?too_?large", re.I),
 }
-# How a message says that the prompt, or a reply of `max_tokens`, does not fit.
+# Matches error messages about a prompt that is too long for the context, or about a value of
+# max_tokens that is too large.
 TOO_LONG = re.compile(
     r"context.?(length|window|size|limit|overflow)|exceeds? context|"
     r'(prompt|input(?! should)|message|conversation|request|token)[^.;:"]{0,70}'
@@ -65,25 +72,27 @@ TOO_LONG = re.compile(
     r'(too many|number of|reduce|range of)[^.;:"]{0,30}(token|length|prompt)|'
     r"max\w{0,20}tokens\b.{0,60}(too large|at most|less than|maximum|<)|at least 1, got -|"
     r"content'?: string too long", re.I)
-# Messages in similar words about something else: rates, filters, other parts of a request.
+# Matches error messages that use similar words for another problem, such as rate limits, timeouts
+# or unknown parameters.
 OTHERWISE = re.compile(
     r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|took too long|"
     r"timed? ?out|deadline|request (id|header)|\b(an?|the) image\b|unrecogni[sz]ed|not permitted|"
     r"(unknown|unsupported) (param|arg|field|request)", re.I)
 OF_FILTER = re.compile(r"filter|\bpolic(y|ies)|flagged|moderation|safety|inappropriate|harmful|"
                        "prohibited", re.I)
-QUOTED_PARAM = re.compile(r"[\w.\[\]-]{0,60}")  # a quoted name is part of a message
-# Quoted text. One whose end was cut off runs to the end; an apostrophe in a word ends none.
+QUOTED_PARAM = re.compile(r"[\w.\[\]-]{0,60}")  # a quoted string that may be a parameter's name
+# Matches a quoted string. If its closing quote was cut off, it extends to the end of the text. An
+# apostrophe inside a word does not close a quoted string.
 QUOTES = re.compile(r"""
     ```.*?(?:```|\Z) | `([^`]*)` | (?<!\d)"((?:\\.|[^"\\])*)\\?(?:"|\Z) | “([^”]*)”? | «([^»]*)»?
   | „([^“”]*)[“”]? | (?<!\w)'((?:[^']|(?<=\w)'(?=\w))*)'(?!\w) | ‘((?:[^’]|’(?=\w))*)(?:’|\Z)
 """, re.S | re.X)
-# Optional fields of a request, and words by which a message refuses one.
+# Optional fields of a request, and words of error messages that reject such a field.
 FIELDS = ("temperature", "max_tokens", "max_completion_tokens")
 UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|valid|support|permit|allow|"
             "accept|availab|must|should|between|range|only|cannot|remov|disabl|forbid|no longer)")
 
-# Values of finish_reason: the response failed, was filtered, was cut, or is complete.
+# Patterns for finish_reason: the response failed, was filtered, was truncated, or is complete.
 FAILED = re.compile("error|fail|abort|cancel|network|resource|overload|timeout|rate.?limit|"
                     "unavailable", re.I)
 FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blocklist|guardrail|spii|"
@@ -91,9 +100,9 @@ FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blockli
 CUT = re.compile("length|max_?(output_?)?tokens|context", re.I)
 WHOLE = re.compile("|stop.*|eos.*|end.*|complete.*", re.I)
 
-# A field or a tag is of reasoning if its name has one of these words. Examples of tags are <think>,
-# [THINK], ◁think▷, <seed:think>, <|begin_of_thought|> and <|END_THINKING|>. All repeats in the
-# pattern of a tag are bounded, so that matching takes linear time.
+# Fields and tags whose name contains one of these words hold reasoning content. Examples of such
+# tags are <think>, [THINK], ◁think▷, <seed:think>, <|begin_of_thought|> and <|END_THINKING|>. All
+# repetitions in the tag pattern are bounded, so that matching takes linear time.
 REASONING = "think|thought|reason|reflect"
 ATTRIBUTES = (r"""(?:\s{1,9}[\w:-]{1,30}\s?=\s?"""
               r"""(?:"[^"<>]{0,99}"|'[^'<>]{0,99}'|[^\s"'<>]{1,99})){0,9}""")
@@ -104,10 +113,10 @@ TAG = rf"""
   | <\|(?P<word2>channel)> | <(?P<closes2>channel)\|>  # Gemma 4
 """
 TAGS = re.compile(TAG, re.I | re.X)
-# The start of harmony's final channel, which is the reply (gpt-oss).
+# The header of the final channel in gpt-oss's harmony format. The reply follows it.
 FINAL = (r"(?:<\|end\|>\s{0,9})?(?:<\|start\|>\s{0,9}assistant\s{0,9})?<\|channel\|>\s{0,9}final"
          r"[^<]{0,40}(?:<\|constrain\|>[^<]{0,40})?<\|message\|>")
-# A server that drops special tokens leaves "assistantfinal" of it.
+# If a server removes the special tokens, "assistantfinal" is left of this header.
 FINALS = re.compile(rf"{FINAL}|assistantfinal", re.I)
 MARKS = re.compile(rf"""
     (?P<tag> {TAG})
@@ -125,15 +134,16 @@ MARKS = re.compile(rf"""
 
 
 class EndpointError(EnvError):
-    """The endpoint refuses all requests, or every attempt failed. The message is one line."""
+    """The endpoint refuses all requests, or the last attempt failed. The error message is one
+    line."""
 
 
 class NotAnswered(EndpointError):
-    """The endpoint refuses these messages for good, as a content filter does."""
+    """The endpoint permanently refuses these messages, for example because of a content filter."""
 
 
 class OnlyThoughts(NotAnswered):
-    """The response has reasoning content and no reply."""
+    """The response has reasoning content, but no reply."""
 
 
 class ContextFull(Exception):
@@ -141,37 +151,39 @@ class ContextFull(Exception):
 
 
 class Passing(Exception):
-    """A transient error."""
+    """A transient error, after which the request is sent again."""
 
     def __init__(self, problem: str, wait: float = 0.0):
         super().__init__(problem)
-        self.wait = wait  # seconds, as the endpoint requests
+        self.wait = wait  # seconds to wait, from the Retry-After header
 
 
 class Endpoint:
-    """Calls the model: messages -> (reply, usage). It retries transient errors with backoff."""
+    """A model at a chat endpoint. Calling an `Endpoint` with messages returns (reply, usage).
+    Requests are retried with exponential backoff after transient errors."""
 
     def __init__(self, url: str, name: str, temperature: float, max_tokens: int):
         path = "/chat/completions"
         self.url = url.rstrip("/").removesuffix(path) + path
         self.body = dict(model=name, temperature=temperature, max_tokens=max_tokens)
-        self.stopped = threading.Event()  # once set, no request is sent and no wait goes on
+        self.stopped = threading.Event()  # once set, no request is sent and waiting ends
         self.key = os.environ.get(KEY, "").strip()
         if re.search(r"[^!-~]", self.key):
             raise UsageError(f"{KEY} has a character that no key has; set it again")
 
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
-        """Sends messages, and retries if an error is transient.
+        """Sends messages and returns the model's reply. Transient errors are retried.
 
         Returns:
-            The reply, and its usage with the keys of USAGE except cut_prompts. `unreported` is 1
-            if the endpoint reports no tokens. `context_tokens` is the length of the conversation
-            that ends with this reply, without reasoning.
+            The reply, and a dict of usage numbers. The dict has the keys of USAGE except
+            cut_prompts. `unreported` is 1 if the endpoint reports no token counts. The dict also
+            has `context_tokens`, the length of the conversation up to the end of this reply,
+            without reasoning tokens.
 
         Raises:
             ContextFull: The messages are too long for the model.
-            NotAnswered: The endpoint refuses these messages alone.
-            EndpointError: The last attempt failed, too.
+            NotAnswered: The endpoint refuses these messages. It may accept others.
+            EndpointError: The endpoint refuses all requests, or the last attempt failed.
         """
         filled = []
         for message in messages:
@@ -196,8 +208,9 @@ class Endpoint:
         raise EndpointError(self.in_one_line(problem))
 
     def request_once(self, messages: list[dict]) -> tuple[str, dict]:
-        """Returns the reply to one request and its usage, or raises one of the errors above. If
-        the endpoint refuses an optional field, the request is sent again without it."""
+        """Sends a request once. Returns the reply and its usage, or raises Passing, ContextFull,
+        NotAnswered or EndpointError. If the endpoint rejects an optional field, such as
+        temperature, the request is sent again without this field."""
         while True:
             body = self.body | dict(messages=messages)
             try:
@@ -224,13 +237,14 @@ class Endpoint:
                 raise error(self.in_one_line(problem))
 
     def post(self, body: dict) -> tuple[int, str, float]:
-        """Sends one request. Returns the status, the text, and the seconds to wait that the
-        endpoint requests. Raises NotAnswered if the text is too long."""
+        """Sends one HTTP request. Returns the status, the text of the response, and the seconds to
+        wait that its Retry-After header requests. Raises NotAnswered if the text is longer than
+        MAX_BYTES."""
         text = bytearray()
         deadline = time.monotonic() + TIMEOUT
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         with requests.post(self.url, json=body, headers=headers, timeout=(10, TIMEOUT),
-                           auth=lambda request: request,  # else .netrc would replace the key
+                           auth=lambda request: request,  # so that .netrc does not replace the key
                            allow_redirects=False, stream=True) as response:
             while part := response.raw.read1(1 << 16, True):
                 text += part
@@ -242,11 +256,15 @@ class Endpoint:
             return response.status_code, text.decode(errors="replace"), wait_of(response.raw)
 
     def leaves_out(self, fault: "Fault", body: dict) -> bool:
-        """Returns True if an error refuses optional fields of the request. Later requests leave
-        these out, with a message, or send them by the name that the endpoint expects."""
+        """Checks if an error rejects optional fields of the request, and removes these fields from
+        later requests.
+
+        A message is printed for each removed field. If the endpoint expects max_completion_tokens
+        instead of max_tokens, the field is renamed. Returns True if any field was rejected.
+        """
         refused = [name for name in FIELDS if name in body and fault.refuses(name)]
         for name in refused:
-            value = self.body.pop(name, None)  # None: another thread has removed it
+            value = self.body.pop(name, None)  # None if another thread has removed the field
             if value is None:
                 continue
             if name == "max_tokens" and "max_completion_tokens" in fault.message:
@@ -256,10 +274,17 @@ class Endpoint:
         return bool(refused)
 
     def read(self, response: dict, text: str) -> tuple[str, dict]:
-        """Returns the reply and the usage in a response. A malformed one raises any error.
+        """Extracts the reply and the usage from a response.
+
+        A malformed response raises any exception, such as KeyError or TypeError, and the caller
+        then retries.
+
+        Args:
+            response: The parsed JSON of the response.
+            text: The same response as text, for error messages.
 
         Raises:
-            Passing: The response failed halfway.
+            Passing: The finish_reason reports a failure.
             ContextFull, NotAnswered, OnlyThoughts: The response has no reply.
         """
         excerpt = self.without_key(text)[:200]
@@ -288,7 +313,7 @@ class Endpoint:
                     f"{finish or 'none'}); raise --max-new-tokens, or limit the reasoning"))
             if not WHOLE.fullmatch(finish):
                 raise NotAnswered(self.in_one_line(f"there is no reply: {excerpt}"))
-        if len(self.key) >= 16:  # shorter keys, such as EMPTY, are words and not secret
+        if len(self.key) >= 16:  # a shorter key, such as EMPTY, is a placeholder and not a secret
             reply = self.without_key(reply)
         prompt, completion = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
         return reply, dict(
@@ -297,7 +322,8 @@ class Endpoint:
             completion_tokens=completion, reply_tokens=reply_tokens(reply, usage, reasons))
 
     def in_one_line(self, problem: str) -> str:
-        """Returns a problem in one line, without the key, and with its usual causes."""
+        """Formats a problem as one line of text. The API key is masked, and hints at common causes
+        are added, such as a missing /v1 in the address."""
         line = f"{self.url}: {self.without_key(' '.join(problem.split()))}"
         if problem.startswith("status 404") and "/v1/" not in self.url:
             line += " (most addresses end in /v1)"
@@ -313,17 +339,21 @@ class Endpoint:
 
 
 class Fault(NamedTuple):
-    """The body of an error, in parts. An error may quote the prompt, so its message counts least,
-    and quoted text in it does not count."""
-    words: list[str]   # the codes, then the types
-    params: list[str]  # the fields of the request that it names, such as messages.0.content
-    message: str       # the text outside quotes
+    """The parsed body of an error response.
+
+    Codes and types are more reliable than the message, because a message may quote the prompt.
+    Quoted strings in the message are therefore ignored.
+    """
+    words: list[str]   # error codes, then error types
+    params: list[str]  # request fields that the error names, such as messages.0.content
+    message: str       # text of the error without quoted strings
 
     @classmethod
     def read(cls, text: str) -> "Fault":
-        """Reads a body: JSON, or text that holds JSON or a Python dict, as proxies forward it."""
+        """Parses the body of an error. The body is JSON, or text that contains JSON or a Python
+        dict, because proxies forward errors in this form."""
         codes, types, params, messages = [], [], [], []
-        pending = deque([text])  # the outermost part comes first
+        pending = deque([text])  # breadth-first: outer parts are read before nested parts
         while pending:
             value = pending.popleft()
             if isinstance(value, list):
@@ -337,7 +367,7 @@ class Fault(NamedTuple):
                 before, nested, after = parsed(value)
                 pending.append(nested)
                 messages.append(f"{before} {after}")
-        # Codes that are numbers are skipped, because they repeat the HTTP status.
+        # Numeric codes are skipped, because they only repeat the HTTP status.
         words = [str(word) for word in codes + types if re.match("[A-Za-z][^ ]*$", str(word))]
         paths = [".".join(map(str, p)) if isinstance(p, list) else str(p or "") for p in params]
         paths = [re.sub(r"^body\.?", "", path) for path in paths]
@@ -345,7 +375,8 @@ class Fault(NamedTuple):
                    QUOTES.sub(quoted_name, " ".join(messages))[:MAX_ERROR])
 
     def kind(self) -> str:
-        """Returns "length", "filter", "other", or "" if the error does not say."""
+        """Returns the kind of the error. It is "length", "filter" (a content filter), "other", or
+        "" if the kind cannot be determined."""
         for word in self.words:
             for kind, pattern in KINDS.items():
                 if pattern.search(word):
@@ -357,7 +388,7 @@ class Fault(NamedTuple):
         return "length" if is_long else ""
 
     def refuses(self, name: str) -> bool:
-        """Returns True if the error is about this field of the request."""
+        """Returns True if the error rejects the request field `name`, such as temperature."""
         if self.params:
             return any(re.search(rf"\b{name}\b", param) for param in self.params)
         close = rf"\b{name}\b.{{0,100}}{UNWANTED}|{UNWANTED}.{{0,100}}\b{name}\b"
@@ -366,8 +397,8 @@ class Fault(NamedTuple):
 
 
 def parsed(text: str) -> tuple[str, list, str]:
-    """Parses the JSON objects or Python dicts in a text. Returns the text before them, the list of
-    them, and the text after them."""
+    """Parses the JSON objects or Python dicts in a text. Returns the text before the first object,
+    the list of objects, and the text after the last object."""
     start, end = text.find("{"), text.rfind("}") + 1
     if 0 <= start < end:
         for parse in json.loads, ast.literal_eval:
@@ -379,14 +410,19 @@ def parsed(text: str) -> tuple[str, list, str]:
 
 
 def quoted_name(quote: re.Match) -> str:
-    """Returns a quotation without its text, unless this is a name."""
+    """Returns the replacement for a quoted string in an error message. A quoted name, such as the
+    name of a parameter, is kept. Any other quoted string becomes a space."""
     inside = quote[quote.lastindex] if quote.lastindex else quote[0]
     return quote[0] if QUOTED_PARAM.fullmatch(inside) else " "
 
 
 def status_in(response: dict) -> int:
-    """Returns the status that a response with status 200 should have. It is that of an error at
-    the top level, in the choice or in its message. Without a choice or a status it is 500."""
+    """Returns the actual status of a response that has the HTTP status 200.
+
+    Some endpoints report an error inside such a response: at the top level, in the choice, or in
+    the choice's message. The code of this error is returned, or 500 if the error has no valid code.
+    A response without choices counts as an error. Otherwise the status is 200.
+    """
     if response.get("choices"):
         choice = response["choices"][0]
         fault = response.get("error") or choice.get("error") or choice["message"].get("error")
@@ -399,7 +435,8 @@ def status_in(response: dict) -> int:
 
 
 def wait_of(response) -> float:
-    """Returns the seconds of a Retry-After header, or 0 if there is none or it is malformed."""
+    """Returns the seconds to wait according to the Retry-After header, at most MAX_WAIT. Returns 0
+    if the header is absent or malformed."""
     try:
         return min(Retry().get_retry_after(response) or 0.0, MAX_WAIT)
     except (HTTPError, ValueError, OverflowError):
@@ -410,7 +447,8 @@ def wait_of(response) -> float:
 
 
 def parts_of(message: dict) -> list[dict]:
-    """Returns a message and those parts of its content that are objects."""
+    """Returns a list with the message itself and the parts of its content that are JSON objects.
+    The content of a message is a text or a list of parts."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     return [message, *(part for part in parts if isinstance(part, dict))]
@@ -433,13 +471,13 @@ def text_of(content: str | list | None) -> str:
 
 
 def reply_in(text: str) -> tuple[str, bool]:
-    """Extracts the reply from a text that may hold reasoning tags and special tokens.
+    """Extracts the reply from a text that may contain reasoning and special tokens.
 
     Returns:
-        The reply up to the first end token, without reasoning; and True if there is reasoning. A
-        text without either stays as it is.
+        The reply without reasoning, up to the first end-of-turn token, and True if the text has
+        reasoning. A text without reasoning and special tokens is returned unchanged.
     """
-    closings = defaultdict(list)  # word of a tag -> the ends of its closing tags
+    closings = defaultdict(list)  # word in a tag -> end positions of closing tags with this word
     for tag in TAGS.finditer(text):
         if tag["closes"] or tag["closes2"]:
             closings[word_of(tag)].append(tag.end())
@@ -459,12 +497,12 @@ def reply_in(text: str) -> tuple[str, bool]:
             opens = mark["word"] and not mark["empty"]
             is_first = mark["word"] == "THINK" and mark.start() == first
             if opens and mark["square"] and later == len(ends) and not is_first:
-                pieces.append(mark[0])  # brackets in code, such as x = [reason]
+                pieces.append(mark[0])  # not a tag, but brackets in code, such as x = [reason]
                 continue
             reasons = True
             if not mark["empty"]:
                 position = ends[later] if later < len(ends) else len(text)
-        elif kind in ("tag", "final", "channel"):  # all text before it is reasoning
+        elif kind in ("tag", "final", "channel"):  # all text before this mark is reasoning
             reasons = reasons or kind == "channel" or any(piece.strip() for piece in pieces)
             pieces = []
             if kind == "channel":
@@ -472,7 +510,7 @@ def reply_in(text: str) -> tuple[str, bool]:
                 position = final.end() if final else len(text)
         elif kind == "end" or any(piece.strip() for piece in pieces):
             position = len(text)
-        else:  # the header of the reply
+        else:  # a start token before the reply: drop the whitespace before it
             pieces = []
     reply = "".join(pieces) + text[position:]
     return (text if reply == text else reply.strip()), reasons
@@ -483,8 +521,8 @@ def word_of(tag: re.Match) -> str:
 
 
 def thinks(message: dict, usage: dict) -> bool:
-    """Returns True if a message, or a part of its content, has a field of reasoning content, or if
-    the usage reports reasoning tokens."""
+    """Returns True if the response has reasoning: the usage reports reasoning tokens, or the
+    message or a part of its content has a reasoning field."""
     if reasoning_tokens(usage):
         return True
     for part in parts_of(message):
@@ -496,7 +534,8 @@ def thinks(message: dict, usage: dict) -> bool:
 
 
 def count(usage: dict, name: str) -> int:
-    """Returns a number of tokens, or 0 if it is absent or not a positive number."""
+    """Returns the token count `name` from the usage of a response, or 0 if the count is absent or
+    not a positive number."""
     try:
         return max(0, int(usage[name]))
     except (LookupError, TypeError, ValueError, OverflowError):
@@ -513,10 +552,11 @@ def estimated_tokens(text: str) -> int:
 
 
 def reply_tokens(reply: str, usage: dict, reasons: bool) -> int:
-    """Returns the tokens of a reply without its reasoning.
+    """Returns the number of tokens in a reply, without its reasoning.
 
-    They are estimated if the usage reports no tokens, or has an unknown number of reasoning tokens.
-    A text has at most as many tokens as bytes, so a larger number includes hidden reasoning.
+    The number is estimated from the text if the usage has no token counts, or if the completion
+    includes an unknown number of reasoning tokens. A text has at most as many tokens as bytes. If
+    the completion has more tokens than bytes (plus END_TOKENS), it must include hidden reasoning.
     """
     completion, reasoning = count(usage, "completion_tokens"), reasoning_tokens(usage)
     if 0 < reasoning < completion:

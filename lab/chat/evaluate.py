@@ -1,4 +1,4 @@
-"""Evaluate an agent without training: an agent's folder as it is, or a chat endpoint.
+"""Evaluates an agent without training it. The agent is a model's folder or a chat endpoint.
 
     --method evaluate --model FOLDER --temperature 1 --rollouts 4
     --method chat --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
@@ -37,17 +37,19 @@ SLOTS = 16  # concurrent requests, unless --slots is given [ours]
 
 
 def evaluations(run: Run) -> None:
-    """Evaluates the model of --model on all evaluated splits."""
+    """Evaluates the model given by --model on all splits that the run evaluates."""
     for split in run.splits:
         run.once(f"eval-0-target-{split}.jsonl", evaluate, run.base, name="target", i=0,
                  split=split)
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Runs an agent on the tasks of a split, with `rollouts` episodes per task.
+    """Evaluates an agent on the tasks of a split, with --rollouts episodes per task, and writes the
+    trajectories to `out`.
 
     Returns:
-        Means over the episodes, and with several rollouts also over the best one of each task.
+        Metrics averaged over all episodes. With --method chat, the API usage is included. With
+        several rollouts, the metrics of `best_of` are included.
     """
     s = run.settings
     episodes = []
@@ -65,7 +67,9 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 
 
 def best_of(episodes: list[Trajectory], rollouts: int) -> dict:
-    """Returns the means over tasks of the best rollout. The rollouts of a task are consecutive."""
+    """Returns the reward and success rate of each task's best rollout, averaged over tasks. The
+    rollouts of a task are consecutive in `episodes`. Returns {} if there is one rollout per
+    task."""
     if rollouts == 1:
         return {}
     best = []
@@ -79,8 +83,11 @@ def best_of(episodes: list[Trajectory], rollouts: int) -> dict:
 
 
 class Paid:
-    """The responses of an endpoint. Each is written to the run's answers.jsonl when it arrives, so
-    that a resumed run reuses it for the same messages, and pays only for the others."""
+    """Calls an endpoint and caches its responses on disk, because API calls cost money.
+
+    Each response is written to the run's answers.jsonl as soon as it arrives. A resumed run finds
+    the responses to the same messages there, and calls the endpoint only for the other messages.
+    """
 
     def __init__(self, run: Run, endpoint: Endpoint):
         self.endpoint = endpoint
@@ -89,11 +96,16 @@ class Paid:
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
-        self.last = {}  # conversation -> (number of messages, row) of its last request
+        self.last = {}  # conversation -> (number of messages, answers.jsonl row) of last request
         self.noticed = Counter()
 
     def ask(self, what: tuple, messages: list[dict]) -> dict:
-        """Returns the reply to the messages of the conversation `what`, and its usage."""
+        """Returns the endpoint's reply to some messages, with its usage, as a row of answers.jsonl.
+
+        Args:
+            what: Identifies the conversation, for example by task and rollout.
+            messages: All messages of the conversation so far.
+        """
         asked = hash_of([*what, messages])
         row = self.rows.get(asked)
         if row is None:
@@ -111,7 +123,9 @@ class Paid:
         return row
 
     def is_cut(self, what: tuple, messages: list[dict], tokens: int) -> bool:
-        """Returns True if a conversation grew, but the endpoint processed no more tokens of it."""
+        """Returns True if the server seems to truncate the conversation. This is the case if the
+        conversation has more messages than in its last request, but the server reports no more
+        prompt tokens."""
         if what not in self.last:
             return False
         count, before = self.last[what]
@@ -123,7 +137,7 @@ class Paid:
         return cut
 
     def notice(self, name: str, message: str) -> None:
-        """Counts an event, and prints a message the first time."""
+        """Counts an event by its name. The message is printed only for the first event."""
         with self.lock:
             self.noticed[name] += 1
             if self.noticed[name] == 1:
@@ -133,9 +147,9 @@ class Paid:
         """Runs `slots` episodes at a time against the endpoint.
 
         Args:
-            episodes: The trajectories that the episodes fill.
-            make_env: Makes an environment.
-            answer: Answers an episode, as in `rollouts.play`.
+            episodes: New trajectories. The episodes are recorded in them.
+            make_env: Function that creates an environment.
+            answer: Function that returns the next reply of an episode, as in `rollouts.play`.
         """
         max_tokens = self.run.settings.max_tokens
         works = []
@@ -146,8 +160,8 @@ class Paid:
             self.side_by_side(works)
 
     def side_by_side(self, works: list[Callable]) -> list:
-        """Calls these functions, `slots` at a time, and returns their results. After an error no
-        further request is sent."""
+        """Calls functions concurrently in `slots` threads, and returns their results in order. If
+        one of them raises an error, no further request is sent."""
         threads = ThreadPoolExecutor(self.slots)
         try:
             results = [threads.submit(work) for work in works]
@@ -159,8 +173,8 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """Sums the usage of all responses of the phase, with the keys of USAGE. Adds the number of
-        responses with reasoning only, and of empty replies, if there are any."""
+        """Returns the total usage of all responses of the current phase, with the keys of USAGE.
+        If there are empty replies, or responses with reasoning only, their numbers are included."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
         usage = {name: sum(row.get(name, 0) for row in rows) for name in USAGE}
         events = dict(only_thoughts=self.noticed["only_thoughts"],
@@ -169,7 +183,8 @@ class Paid:
 
 
 class Text:
-    """Replaces the encoder: an endpoint works on text and has no token ids here."""
+    """Replacement for the tokenizer's encoder. An endpoint sends and receives text, so its episodes
+    have no token ids and all methods return empty lists of ids."""
 
     def start(self, messages) -> list[int]:
         return []
@@ -182,7 +197,7 @@ class Text:
 
 
 class Player:
-    """Answers episodes by an endpoint instead of an agent."""
+    """Plays episodes with the replies of a chat endpoint."""
 
     def __init__(self, run: Run):
         s = run.settings
@@ -193,7 +208,8 @@ class Player:
         self.refusals = []
 
     def answer(self, asked: list) -> list:
-        """Returns the reply to one episode, or None if its context is full or it is refused."""
+        """Returns the next reply of one episode, as a list with one item (reply, []). The item is
+        None if the context is full, or if the endpoint refuses the request."""
         (t, _), = asked
         s = self.settings
         what = t.task, t.rollout
@@ -202,7 +218,7 @@ class Player:
             if last.get("context_tokens", 0) >= s.max_tokens:
                 return [None]
         messages = t.messages
-        if self.examples:  # the first example has the rules
+        if self.examples:  # the first example already contains the environment's rules
             messages = [*self.examples, without_rules(messages[0], self.env), *messages[1:]]
         try:
             return [(self.paid.ask(what, messages)["reply"], [])]
@@ -216,7 +232,8 @@ class Player:
         return [None]
 
     def refuse(self, t: Trajectory, kind: type, why: str) -> None:
-        """Ends a refused episode with reward 0, or with --refused stop the run, by an error."""
+        """Handles an episode whose request the endpoint refuses. With --refused zero, the episode
+        ends with reward 0. With --refused stop, an exception of type `kind` ends the run."""
         self.refusals.append(f"{t.task}: {why}")
         if self.settings.refused == "stop":
             raise kind(f"{self.refusals[-1]}; to continue and count such tasks as "
@@ -227,7 +244,8 @@ class Player:
 
 @by_one_rank
 def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
-    """Runs the episodes. Returns them and the usage of all requests of the phase."""
+    """Plays the episodes with the replies of the endpoint. Returns the episodes, and the total
+    usage of all API calls in this phase."""
     player = Player(run)
     make_env = partial(run.make_env, examples=run.settings.examples)
     player.paid.play(episodes, make_env, player.answer)
@@ -240,9 +258,12 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
 
 
 def examples(run: Run) -> list[dict]:
-    """Returns expert conversations to show first: those of the first experts' trajectories that
-    succeed on tasks that are not evaluated. Only the first one has the environment's rules. With
-    --protocol eto there are none, since the opening has its own examples."""
+    """Returns the messages of --examples expert conversations, which are few-shot examples.
+
+    The conversations are the first successful expert trajectories. Tasks that the run evaluates
+    are skipped. Only the first conversation contains the environment's rules. With --protocol eto
+    the list is empty, because the opening messages of this protocol already have examples.
+    """
     env = run.env
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:
@@ -279,11 +300,11 @@ class Chat(Stated):
     """A chat endpoint"""
     # Name of the model at its endpoint [none]
     model_name: Optional[str] = None
-    # Number of example conversations that are shown first: expert demonstrations, or those of ETO's
-    # prompts with --protocol eto [ETO; 0 in the code of IPR on WebShop]
+    # Number of few-shot examples at the start of each conversation. They are expert trajectories,
+    # or with --protocol eto the examples in ETO's prompts [ETO; 0 in the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
-    # What happens if the endpoint refuses a request for good: "stop" ends the run, "zero" gives the
-    # task reward 0 [ours]
+    # Action if the endpoint permanently refuses a request: "stop" ends the run, "zero" ends only
+    # the episode, with reward 0 [ours]
     refused: Free[Literal["stop", "zero"]] = "stop"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:

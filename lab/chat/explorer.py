@@ -1,10 +1,14 @@
-"""An explorer at a chat endpoint, which replaces the agent in the second system's exploration.
+"""Explores environments with a model at a chat endpoint, for the second system (evolve.py).
 
     --explorer https://host/v1 --explorer-model NAME
 
-It interprets the signals, explores, and proposes tasks. Its output is data: the environment parses
-its actions as it parses an agent's, its proposals are strict JSON, and a proposal counts only after
-its solution has been played.
+By default the agent itself explores. With these settings the model at the endpoint interprets the
+signals, explores, and proposes new tasks. A signal is a sign of a weakness of the agent, such as a
+task that it solved before and no longer solves.
+
+The output of the endpoint is treated as untrusted data. The environment parses its actions in the
+same way as an agent's actions. Its proposals must be valid JSON, and a proposed task is used only
+after its solution has been played successfully.
 """
 
 import json
@@ -25,10 +29,11 @@ from evolve import by_one_rank, env_with, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, is_endpoint
 
-LONGEST = 6000  # maximum characters of a conversation in a request [ours]
-OPENING, TURN = 1500, 1000  # maximum characters of its first message, and of each other one
+LONGEST = 6000  # maximum characters of a conversation that is quoted in a prompt [ours]
+# Maximum characters of the first message of such a conversation, and of each later message [ours]
+OPENING, TURN = 1500, 1000
 REPLY = 1024  # maximum tokens of a reply [ours]
-LONGEST_REPLY = 20_000  # maximum characters of a reply that are parsed [ours]
+LONGEST_REPLY = 20_000  # only this many characters of a reply are parsed [ours]
 
 REFLECT = """\
 An agent works in an environment. Here is where it is weak: {signal}.
@@ -61,13 +66,14 @@ have to be written, that solve it from the start)."""
 
 WEAK = {"forgetting": "it solved this task before and no longer does",
         "boundary": "of several tries of one policy some succeed and some fail"}
-OBJECT = re.compile(r'\{\s*"')  # start of an object; start of a proposal, not of an action in it:
+OBJECT = re.compile(r'\{\s*"')  # start of a JSON object
+# Start of a JSON object that is a proposed task, and not an action inside a proposal.
 PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: list[Path]) -> Path:
-    """Returns the file of proposals without verdicts, as `evolve.find_tasks` does. The explorer is
-    the agent or an endpoint."""
+    """Explores and proposes new tasks, with the agent or with an endpoint as the explorer. Returns
+    the file of proposed tasks, which have not been verified yet, as `evolve.find_tasks` does."""
     if not is_endpoint(run.settings.explorer):
         return evolve.find_tasks(run, i, agent, task_set, signals)
     contexts = []
@@ -82,8 +88,9 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: lis
 
 @by_one_rank
 def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
-    """Writes the endpoint's interpretation of each picked signal and its evidence. If the reply
-    cannot be parsed, the name of the signal is written."""
+    """Sends each picked signal to the endpoint, with the conversations that are its evidence, and
+    writes the endpoint's interpretations. If a reply cannot be parsed, our own description of the
+    signal (see `weakness`) is written instead."""
     picks = evolve.picks_of([signals])
     prompts = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
     replies, usage = ask_all(run, prompts)
@@ -100,7 +107,8 @@ def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
 @by_one_rank
 def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
-    """Runs the episodes of `begin_exploring` at the endpoint. Refused episodes are dropped."""
+    """Plays the episodes of `evolve.begin_exploring` with the replies of the endpoint, and writes
+    them. Episodes in which the endpoint refuses a request are dropped."""
     explorer = Player(run, {row["task"]: row["context"] for row in rows_of(contexts)})
     begun = evolve.begin_exploring(run, signals, 1, i)
     make_env = partial(env_with, run, rows_of(task_set))
@@ -113,9 +121,13 @@ def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path]
 
 @by_one_rank
 def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: int) -> dict:
-    """Writes the tasks that the endpoint proposes after each episode, in random order, as rows
-    {signal, source, text, task, solution}. A malformed proposal has no task. It is counted and
-    never repaired."""
+    """Requests proposals for new tasks from the endpoint, and writes the proposals. Each request
+    quotes one explored episode.
+
+    The proposals are written in a random order of the episodes. A row is {signal, source, text,
+    task, solution}. The task of a malformed proposal is None. A malformed proposal is counted, but
+    never repaired.
+    """
     d = rows_of(task_set)
     episodes = [evolve.Explored(**row) for row in read_jsonl(explored)]
     generator = env_with(run, d).task_generator()
@@ -143,8 +155,15 @@ def endpoint_of(run: Run) -> Paid:
 
 
 def reply_to(paid: Paid, what: tuple, prompt: str, rest: list[dict]) -> str | None:
-    """Returns the reply to a conversation, which is a prompt and the turns after it, or None if the
-    endpoint refuses it."""
+    """Returns the endpoint's reply to a conversation, or None if the conversation is refused or too
+    long.
+
+    Args:
+        paid: The endpoint.
+        what: Identifies the conversation.
+        prompt: The first message of the conversation.
+        rest: All later messages.
+    """
     try:
         return paid.ask(what, [dict(role="user", content=prompt), *rest])["reply"]
     except (ContextFull, NotAnswered):
@@ -152,7 +171,8 @@ def reply_to(paid: Paid, what: tuple, prompt: str, rest: list[dict]) -> str | No
 
 
 def ask_all(run: Run, prompts: list[str]) -> tuple[list[str | None], dict]:
-    """Returns the replies to some prompts, and the usage of all requests."""
+    """Sends prompts to the endpoint concurrently. Returns the replies in the same order (None if
+    refused), and the total usage of all API calls in this phase."""
     paid = endpoint_of(run)
     works = [partial(reply_to, paid, (run.name, n), prompt, [])
              for n, prompt in enumerate(prompts)]
@@ -160,11 +180,12 @@ def ask_all(run: Run, prompts: list[str]) -> tuple[list[str | None], dict]:
 
 
 class Player:
-    """Answers exploring episodes by the endpoint.
+    """Plays exploration episodes with the replies of the endpoint.
 
     Args:
         run: The run.
-        contexts: What to look into, by task. A task without one is explored freely.
+        contexts: The endpoint's interpretation of a signal, by task. It becomes part of the prompt,
+            as a hint what to explore. A task without an entry is explored without a hint.
     """
 
     def __init__(self, run: Run, contexts: dict[str, dict | str]):
@@ -176,7 +197,8 @@ class Player:
             self.form = f" Answer with the action and nothing else: {actions}."
 
     def answer(self, asked: list) -> list:
-        """Returns the next reply of one episode, or None if the endpoint refuses it."""
+        """Returns the next reply of one episode, as a list with one item (reply, []). The item is
+        None if the endpoint refuses the request."""
         (t, _), = asked
         opening, *rest = t.messages
         context = ""
@@ -204,8 +226,8 @@ def evidence(pick: dict) -> str:
 
 
 def told(messages: list[dict], size: int) -> str:
-    """Returns a conversation in at most `size` characters: the end of its first message, and the
-    end of the rest."""
+    """Returns a conversation as text, shortened to `size` characters. The text has the end of the
+    first message and the end of the later messages."""
     opening, *rest = messages
     first = f"user: {opening['content'][-OPENING:]}"
     later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
@@ -213,9 +235,12 @@ def told(messages: list[dict], size: int) -> str:
 
 
 def objects(reply: str) -> list[dict | None]:
-    """Returns the JSON objects in a reply, with None for each malformed or truncated one, and for a
-    reply without any. After a malformed object only the start of a proposal counts, because an
-    object inside the malformed one is not another proposal."""
+    """Parses the JSON objects in a reply. A malformed or truncated object is returned as None.
+
+    After a malformed object, the search continues at the next object that starts like a proposal.
+    Other objects are skipped there, because they are parts of the malformed object. A reply without
+    any object returns [None], except that [] is returned for an empty JSON list.
+    """
     reply = reply[:LONGEST_REPLY]
     values = []
     position = 0
@@ -233,8 +258,8 @@ def objects(reply: str) -> list[dict | None]:
 
 
 def written(generator, task: str, value: dict) -> dict:
-    """Returns the proposal {text, task, solution} of an object. The task of a malformed one is
-    None."""
+    """Converts a JSON object into a proposal {text, task, solution}. The task is None if the object
+    is malformed."""
     query = value.get("query")
     actions = value.get("action_sequence")
     is_text = isinstance(query, str) and query.strip() and len(query) <= evolve.LONGEST_TEXT
@@ -254,7 +279,8 @@ Who = limited(str, "must be policy, http://host:port/v1 or https://host/v1",
 @dataclass(frozen=True)
 class Explorer(evolve.Evolution, Stated):
     """The explorer"""
-    # Explorer: "policy" (the agent itself) or a chat endpoint, https://host/v1 [ours; D: Qwen3-Max]
+    # Explorer: "policy" (the agent itself) or the address of a chat endpoint, such as
+    # https://host/v1 [ours; D: Qwen3-Max]
     explorer: Who = "policy"
     # Name of the explorer's model at its endpoint [none]
     explorer_model: Optional[str] = None

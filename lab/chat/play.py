@@ -1,7 +1,7 @@
-"""Play a task in the terminal: `bash run.sh play ENV [TASK]`. It is the same episode that agents
-play. TASK is an id such as webshop-test-3, or a split, from which a task is drawn. With --agent a
-trained agent proposes each reply: press Enter to accept it, or type your own reply instead. Other
-flags are those of run.sh ENV.
+"""Play a task in the terminal: `bash run.sh play ENV [TASK]`. You see the same observations as an
+agent. TASK is a task id such as webshop-test-3, or the name of a split, from which a random task is
+chosen. With --agent, a trained agent proposes each reply: press Enter to accept the proposal, or
+type your own reply instead. All other flags are the same as for `run.sh ENV`.
 """
 
 import argparse
@@ -31,20 +31,20 @@ ENDS = dict(turn_limit="turn limit", context_limit="context limit", done="done")
 
 
 class Encoder(chat.Encoder):
-    """The encoder of a model in a folder. A reply that a person typed stays as it is, even if the
-    agent cannot write it."""
+    """The encoder (tokenizer and chat template) of the model in a folder. A reply that the person
+    typed is used unchanged, even if the agent's tokens cannot express it exactly."""
 
     def __init__(self, folder: Path):
         vocab_size = models.read_config(folder).get_text_config().vocab_size
         super().__init__(models.read_tokenizer(folder), vocab_size)
-        self.typed = ""  # the reply that the person typed in this turn
+        self.typed = ""  # the person's reply in this turn, or "" for the agent's reply
 
     def close(self, ids, stops):
         return (ids, [], self.typed) if self.typed else super().close(ids, stops)
 
 
 class Agent:
-    """The agent in a folder, with the settings of its run.
+    """A trained agent that proposes replies, with the settings of its run.
 
     Args:
         folder: The agent's folder.
@@ -66,7 +66,8 @@ class Agent:
 
     @torch.inference_mode()
     def propose(self, t: dpo.Trajectory) -> tuple[list[int], str, float]:
-        """Returns the greedy reply to an episode so far: ids, text and probability."""
+        """Generates the agent's greedy reply in an unfinished episode. Returns its token ids, its
+        text and its probability."""
         (ids, _), = self.answer([(t, random.Random())])
         extended = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
         process = self.encoder.sampler().process_logits
@@ -82,17 +83,17 @@ def say(text: str) -> None:
 
 def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
          agent: Agent | None) -> str:
-    """Runs one episode. The person types the replies, or accepts those of the agent.
+    """Runs one episode. In each turn the person types a reply, or accepts the agent's proposal.
 
     Args:
         env: The environment.
-        encoder: The agent's encoder. Without an agent it is that of any model.
+        encoder: The agent's encoder. Without an agent, the encoder of any model will do.
         task: The task's id.
         max_tokens: Maximum length of the episode in tokens.
-        agent: The agent that proposes replies, if any.
+        agent: The agent that proposes replies, or None.
 
     Returns:
-        A line that says how the episode ended.
+        A line to print, with the reason why the episode ended, its turns and its reward.
     """
     t = dpo.Trajectory(task)
     shown = 0
@@ -103,7 +104,7 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
         running.send(None)
         while True:
             say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
-            shown = len(t.messages) + 1  # the reply has been seen
+            shown = len(t.messages) + 1  # + 1: the person has seen the next message, their reply
             say(f"\n--- turn {t.turns + 1} of {env.max_turns}")
             if agent:
                 ids, text, p = agent.propose(t)
@@ -122,8 +123,8 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
 
 
 def typed(env: Environment, may_be_empty: bool) -> str:
-    """Reads the person's reply: an action, the number of an action, or nothing. Raises EOFError for
-    q."""
+    """Reads the person's reply from the terminal. The person types an action, the number of a
+    listed action, or nothing if `may_be_empty`. Raises EOFError if the person types q."""
     actions, forms = env.possible()
     numbered = {str(n): action for n, action in enumerate(actions, 1)}
     if numbered:
@@ -131,7 +132,7 @@ def typed(env: Environment, may_be_empty: bool) -> str:
     while True:
         line = input("your action: ").strip()
         if not sys.stdin.isatty():
-            print(line)  # a log of a pipe has the replies, too
+            print(line)  # input from a pipe is not echoed, so print it for the log
         if line in ("q", "quit"):
             raise EOFError
         if line == "?":
@@ -141,8 +142,9 @@ def typed(env: Environment, may_be_empty: bool) -> str:
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
-    """Finds the agent that a path names: an agent's folder, or a run, whose last existing target
-    agent is taken. Returns the run's folder and the agent's folder."""
+    """Finds the agent for --agent. The path is an agent's folder or a run's folder. In a run, the
+    last target agent that still exists is chosen. Returns the run's folder and the agent's
+    folder."""
     run = run_of(path)
     agents = [path]
     if (path / "phases.json").exists():
@@ -157,7 +159,8 @@ def agent_of(path: Path) -> tuple[Path, Path]:
 
 
 def chosen(env: Environment, name: str) -> str:
-    """Returns a task by its id, or a random task of a split. Raises Refused if there is none."""
+    """Returns the id of the task to play. `name` is a task id, or a split from which a random task
+    is chosen. Raises UsageError if there is no such task or split."""
     try:
         if "-" in name:
             env.find(name)
@@ -199,6 +202,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdin, sys.stdout):  # a character that cannot be shown is no error
+    # Replace characters that the terminal's encoding lacks, instead of raising an error.
+    for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(errors="replace")
     command("play", main)

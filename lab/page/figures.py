@@ -1,4 +1,4 @@
-"""The figures of runs and studies, drawn by matplotlib as SVG."""
+"""Draws the figures of runs and studies with matplotlib, as SVG."""
 
 import base64
 import io
@@ -13,34 +13,37 @@ from common.files import read_jsonl
 from lab.page.report import evaluations
 from lab.runfiles import agents_of, phases_of, visible
 
-# The colours are Okabe and Ito's, which colour-blind readers can tell apart. Those of the target
-# agent and of the failure agent come first, as in page.css.
+# The Okabe-Ito palette, which colour-blind readers can distinguish. The first colour is for the
+# target agent, the second for the failure agent. page.css uses the same two colours.
 COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00", "#8B5A2B", "#999999")
-# Text stays text in the SVG and is never a formula. Equal runs give equal bytes.
+# "svg.fonttype" keeps text as text in the SVG, and "text.parse_math" shows $ signs literally. The
+# fixed "svg.hashsalt" makes the SVG files of equal figures identical.
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False,
     "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "axes.titlesize": "medium",
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
-# Numbers of a training step that are drawn, and their titles. All except the loss are GRPO's.
+# Metrics of a training step that are drawn, with the title of their panel. All methods log the
+# loss. The other metrics are logged only by GRPO.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
                 D="Tasks in D")
-# Numbers of each kind of pair in a training step, and their titles. Each kind has a curve.
+# Metrics of a training step for each kind of preference pair, with the title of their panel. Each
+# kind of pair has its own curve.
 OF_PAIRS = dict(margin="Margin, nats", accuracy="Chosen above rejected")
 
 
 def figure(panels: int, width: float = 4.0, height: float = 3.6):
-    """Returns a figure and its panels, which are side by side. Width and height are those of one
-    panel, in inches."""
+    """Creates a figure with `panels` panels side by side. `width` and `height` are the size of one
+    panel, in inches. Returns the figure and the list of its panels (matplotlib axes)."""
     drawing = Figure((width * panels, height), layout="constrained")
     return drawing, drawing.subplots(1, panels, squeeze=False)[0]
 
 
 def write(drawing: Figure, file) -> None:
     """Writes a figure as SVG."""
-    # The layout uses the tick labels of the previous drawing, so the figure is drawn once before it
-    # is saved.
+    # The constrained layout uses the tick labels of the previous drawing, so the figure has to be
+    # drawn once before it is saved.
     drawing.draw_without_rendering()
     drawing.savefig(file, format="svg", metadata={"Date": None})
 
@@ -67,7 +70,8 @@ def legend(ax) -> None:
 
 
 def run_figure(run: Path) -> Figure | None:
-    """Draws reward and success by iteration. Returns None if nothing was evaluated yet."""
+    """Draws reward and success rate over iterations, with one curve per agent and split. Returns
+    None if the run has no evaluation yet."""
     phases = phases_of(run)
     curves = defaultdict(list)  # (agent, split) -> evaluations, in order
     for e in evaluations(run, phases):
@@ -93,8 +97,8 @@ def run_figure(run: Path) -> Figure | None:
 
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
-    """Returns a list of (output, figure), one for each finished training phase. The figure has
-    curves over training steps."""
+    """Draws one figure per finished training phase, with the training curves (loss, margins and so
+    on) over steps. Returns a list of (name of the phase's output, figure)."""
     drawings = []
     for phase in phases_of(run):
         log = run / phase / "train.jsonl"
@@ -106,15 +110,16 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
             for name, points in sorted(curves.items()):
                 curve(ax, points, label=visible(name))
             label(ax, title, "step")
-        if "" not in curves:  # the curves of the last panel are kinds of pairs, with names
+        if "" not in curves:  # the last panel has one named curve per kind of pair
             axes[-1].legend()
         drawings.append((phase, drawing))
     return drawings
 
 
 def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
-    """Returns the curves of a training log: title of a panel -> name of a curve -> [(step, y),
-    ...]."""
+    """Collects the curves of a training log, given as a list of steps. Returns curves[title of the
+    panel][name of the curve], which is a list of points (step, y). A curve that is alone in its
+    panel has the name ""."""
     panels = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for name, title in OF_STEPS.items():

@@ -1,7 +1,8 @@
 """The page of a run: `bash run.sh page RUN` writes RUN/run.html.
 
-The page contains page.css and page.js, and a content security policy that keeps the browser from
-loading anything else. Content of a run's files becomes text of the page, never markup.
+The page is a single file with page.css and page.js inside. Its content security policy forbids the
+browser to load or run anything else. All content from a run's files is escaped, so that it is shown
+as text and never interpreted as HTML.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-# jinja2 is not in requirements.txt: torch requires it, and chat templates need it.
+# jinja2 is not listed in requirements.txt, because it is a dependency of torch.
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -25,21 +26,23 @@ from lab.page import figures, report
 from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
 
 FILES = Path(__file__).parent / "files"
-MEGABYTES = 4.5  # default limit for the conversations in a page, after compression
-# Keys of a trajectory that the page includes. Token ids are left out.
+MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
+# Keys of a trajectory that the page includes. Token ids and other keys are left out.
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
-EPISODE = {"task", *KEPT} - {"raw_reward"}  # a row with these keys is a trajectory
+EPISODE = {"task", *KEPT} - {"raw_reward"}  # a row that has all these keys is a trajectory
 
 
 def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
-    """Writes RUN/run.html for a finished or unfinished run. Returns a line about the file."""
+    """Writes RUN/run.html for a finished or unfinished run. Returns a line to print, with the path
+    and size of the file."""
     path = run / "run.html"
     path.write_text(page(run, megabytes), encoding="ascii")
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser"
 
 
 def page(run: Path, megabytes: float = MEGABYTES) -> str:
-    """Returns the page as HTML in ASCII, with about `megabytes` of conversations."""
+    """Returns the page as ASCII-only HTML. It includes at most about `megabytes` MB of compressed
+    conversations."""
     s = config_of(run)["settings"]
     curves = figures.run_figure(run)
     data = conversations(run, megabytes)
@@ -49,7 +52,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
     policy = ["default-src 'none'", f"style-src {hash_source(style)}",
               f"script-src {hash_source(script)}",
               "img-src data:", "base-uri 'none'", "form-action 'none'"]
-    # Compression with zlib, followed by base64, leaves a fifth of the size of conversations.
+    # Conversations shrink to about a fifth of their size, with zlib compression and base64.
     deflated = zlib.compress(json.dumps(data, allow_nan=False).encode())
     env = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined,
                       trim_blocks=True, lstrip_blocks=True)
@@ -64,7 +67,8 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
 
 
 def status_of(run: Path) -> str:
-    """Returns the progress of a run."""
+    """Returns the progress of a run as text: "finished", or the number of finished phases and the
+    last one."""
     if (run / "result.json").exists():
         return "finished"
     phases = phases_of(run)
@@ -73,8 +77,9 @@ def status_of(run: Path) -> str:
 
 
 def hash_source(source: str) -> str:
-    """Returns the entry of the policy that allows exactly this style or script."""
-    digest = hashlib.sha256(source.encode("ascii")).digest()  # ASCII bytes are equal in the page
+    """Returns the entry of the content security policy that allows this style or script, identified
+    by its SHA-256 hash."""
+    digest = hashlib.sha256(source.encode("ascii")).digest()  # the ASCII page has the same bytes
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
@@ -82,11 +87,11 @@ def hash_source(source: str) -> str:
 
 
 def conversations(run: Path, megabytes: float) -> dict:
-    """Returns the data of the task browser: tasks with their trajectories and pairs, the most
-    interesting tasks first.
+    """Returns the data of the page's task browser: a list of tasks with their trajectories and
+    preference pairs. The most interesting tasks come first (see `interest`).
 
-    Conversations are added until they take about `megabytes` in the page, where they are
-    compressed. The remaining tasks have no conversations.
+    The page includes conversations until their compressed size is about `megabytes` MB. The
+    trajectories of the remaining tasks are listed without their messages.
     """
     s = config_of(run)["settings"]
     phases = phases_of(run)
@@ -96,14 +101,14 @@ def conversations(run: Path, megabytes: float) -> dict:
         kept["from"] = file.removesuffix(".jsonl")
         kept["opening"] = first_reply(row["messages"], row["turns"])
         runs[row["task"]].setdefault(name_of(row), kept)
-    pairs = defaultdict(list)  # task -> its pairs
+    pairs = defaultdict(list)  # task -> preference pairs of this task
     for row in pairs_in(phases):
         if (run / row["output"]).is_file():
             add_pairs(pairs, runs, run, row)
 
     texts = instructions(runs)
     tasks = []
-    room = 5e6 * megabytes  # in bytes before compression, which leaves a fifth
+    room = 5e6 * megabytes  # limit in bytes before compression, which leaves a fifth
     for task in sorted(runs, key=lambda task: interest(runs[task].values())):
         shown = list(runs[task].values())
         size = len(json.dumps(shown))
@@ -117,9 +122,11 @@ def conversations(run: Path, megabytes: float) -> dict:
 
 
 def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
-    """Yields (file, trajectory) from the files of finished phases, in order."""
+    """Yields (file, trajectory) for each trajectory that the finished phases have written, in the
+    order of the phases."""
     for output in phases:
-        file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"  # GRPO's
+        # GRPO writes its episodes into the agent's folder.
+        file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
         if (run / file).is_file():
             for row in read_jsonl(run / file):
                 if EPISODE <= row.keys():
@@ -127,16 +134,23 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
 
 
 def name_of(row: dict) -> tuple:
-    """Returns the name of a trajectory among those of its task. Files of pairs use this name."""
+    """Returns (agent, iteration, rollout), which identifies a trajectory among all trajectories of
+    its task. Pairs files refer to trajectories in the same way."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
 def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded: dict) -> None:
-    """Adds the rows of a file of pairs to their tasks.
+    """Adds the pairs of a pairs file to `pairs`.
 
-    `chosen` and `rejected` become indices of the task's trajectories. `first` and `last` are the
-    log-probabilities and the margin of the pair in the first and in the last training step that
-    used it, or None if there was none.
+    Args:
+        pairs: The pairs of each task.
+        runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
+            into the list of the task's trajectories.
+        run: The run's folder.
+        recorded: The record of the phase that wrote the pairs file.
+
+    The keys `first` and `last` of an added pair are its log-probabilities and margin in the first
+    and last training step that used the pair. They are None if no step has used it.
     """
     folder = (run / recorded["output"]).parent
     margins = margins_in(folder / f"{recorded['trains']}-agent/margins.jsonl")
@@ -144,7 +158,7 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
         names = [*runs.get(row["task"], {})]
         sides = {side: name_of(row[side]) for side in ("chosen", "rejected")}
         if not {*sides.values()} <= {*names}:
-            continue  # a file of trajectories is being recomputed
+            continue  # a trajectory of the pair is missing, because its file is being recomputed
         measured = margins.get(name_of_pair(row), dict(first=None, last=None))
         row |= {side: names.index(name) for side, name in sides.items()}
         pairs[row["task"]].append(row | measured | dict(trains=recorded["trains"],
@@ -152,8 +166,9 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
 
 
 def margins_in(file: Path) -> dict[tuple, dict]:
-    """Returns the numbers in margins.jsonl: name of a pair -> its log-probabilities and margin in
-    the first and in the last training step that used it."""
+    """Reads margins.jsonl, which has one row per trained pair. Returns a dict from the key of a
+    pair (see `name_of_pair`) to its log-probabilities and margin in the first and last training
+    step that used the pair."""
     rows = read_jsonl(file) if file.is_file() else []
     return {name_of_pair(row): dict(first=row["first"], last=row["last"]) for row in rows}
 
@@ -163,18 +178,22 @@ def name_of_pair(row: dict) -> tuple:
 
 
 def split_of(task: str, env: str) -> str:
-    """Returns the split in a task's id. The tasks of a user's own trajectories have any name."""
+    """Returns the split of a task. A task id is ENV-SPLIT-NUMBER. Tasks of the user's own
+    trajectories (`run.sh learn`) may have any name, so their split is "own"."""
     if task.startswith(f"{env}-"):
         return task.removeprefix(f"{env}-").split("-")[0]
     return "own"
 
 
 def interest(runs) -> tuple:
-    """Returns the sort key of a task by its trajectories, for the most interesting tasks first.
+    """Returns the sort key of a task, computed from its trajectories. It sorts interesting tasks
+    first:
 
-    Explored tasks come first: those with a low best reward of the target agent in the last
-    iteration, and of equal ones those with the failure of the highest reward. Tasks that were only
-    evaluated follow.
+    1. Explored tasks come before tasks that were only evaluated.
+    2. Explored tasks are sorted by the target agent's best reward in the last iteration, the lowest
+       first.
+    3. If these rewards are equal, the task whose failures have the higher maximum reward comes
+       first.
     """
     explored = [r for r in runs if r["agent"] != "expert" and not r["from"].startswith("eval")]
     if not explored:
@@ -187,9 +206,10 @@ def interest(runs) -> tuple:
 
 
 def instructions(runs: dict[str, dict]) -> dict[str, str]:
-    """Returns the text of each task: the parts of its opening that occur in at most half of the
-    tasks, or the end of the opening if there are none."""
-    openings = {}  # task -> pieces of its opening
+    """Returns a short text of each task. It has the parts of the task's opening messages that occur
+    in at most half of the tasks, so that common instructions are left out. If all parts are common,
+    it is the end of the opening."""
+    openings = {}  # task -> pieces of the task's opening messages
     counts = Counter()
     for task, of_task in runs.items():
         first = next(iter(of_task.values()))

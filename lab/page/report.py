@@ -1,4 +1,5 @@
-"""The numbers of a run, which may be unfinished: the tables of its page, and its result.json."""
+"""Computes the results of a finished or unfinished run: the tables of its page, and the evaluations
+in result.json."""
 
 from collections import Counter, defaultdict
 from datetime import timedelta
@@ -12,16 +13,16 @@ from engine.console import SHARES, counted
 from environments import environment
 from lab.runfiles import SOLVED, config_of, phases_of, phases_with
 
-# A table: its title, the names of its columns, and rows. A column whose name begins with < is
-# aligned to the left.
+# A table is (title, names of the columns, rows). A column name that begins with < aligns its column
+# to the left.
 Table = tuple[str, list[str], list[tuple]]
-# Keys of a record that are not results of its phase.
+# Keys of a phase's record that are bookkeeping, not results.
 RECORDS = {"function", "cache_key", "output", "i", "hash", "edited"}
 
 
 def bootstrap_interval(values) -> tuple[float, float]:
-    """Returns (low, high), the 95% percentile bootstrap interval of the mean of `values`, one per
-    task."""
+    """Returns (low, high), the 95% percentile bootstrap interval of the mean. `values` has one
+    value per task."""
     values = np.asarray(values, dtype=float)                                      # (N,)
     samples = np.random.default_rng(0).integers(values.size, size=(1000, values.size))
     low, high = np.percentile(values[samples].mean(axis=1), [2.5, 97.5])
@@ -29,18 +30,18 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
-    """Returns the records of the evaluations whose files exist, updated from these files.
+    """Returns the records of all evaluation phases whose trajectory files still exist.
 
-    The numbers from the files are the mean reward and its 95% interval `low` to `high`, the share
-    of successes, the number of tasks, the number of episodes that reached the context limit, and
-    the numbers of `scenarios`.
+    These numbers are computed from the trajectory files: the mean reward and its 95% interval from
+    `low` to `high`, the success rate, the number of tasks, the number of episodes that reached the
+    context limit, and the numbers that `scenarios` returns.
     """
     env = config_of(run)["settings"]["env"]
     evals = []
     for row in phases_with(phases, "split", "name", "episodes", "reward", "success"):
         file = run / row["output"]
         episodes = read_jsonl(file) if file.is_file() else []
-        if not episodes:  # nothing was played, or a user has emptied the file
+        if not episodes:  # the split has no tasks, or the user has deleted or emptied the file
             continue
         rewards = defaultdict(list)  # task -> its rewards
         for episode in episodes:
@@ -56,9 +57,16 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
 
 
 def scenarios(env, rewards: dict[str, list[float]]) -> dict:
-    """Returns the number of scenarios, which are groups of tasks in AppWorld, and the share of them
-    in which every episode of every task is a success (`sgc`, scenario goal completion). Returns {}
-    if the tasks have no scenarios. `rewards` is task -> rewards."""
+    """Returns AppWorld's scenario goal completion. A scenario is a group of related tasks.
+
+    Args:
+        env: The environment.
+        rewards: The rewards of each task's episodes.
+
+    Returns:
+        The number of scenarios, and `sgc`, the share of scenarios in which every episode of every
+        task is a success. {} if the environment has no scenarios.
+    """
     solved = {}  # scenario -> True if all its episodes are successes
     for task, of_task in rewards.items():
         scenario = env.scenario(task)
@@ -68,12 +76,14 @@ def scenarios(env, rewards: dict[str, list[float]]) -> dict:
 
 
 def close(run: Path) -> None:
-    """Writes result.json, which marks the run as finished."""
+    """Writes the evaluations to result.json. The existence of this file marks the run as
+    finished."""
     write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
 
 
 def tables(run: Path) -> list[Table]:
-    """Returns a table of the evaluations, one for each kind of phase, and the totals."""
+    """Returns the tables of a run: the evaluations, one table for each kind of phase, and the
+    totals of all phases."""
     phases = phases_of(run)
     evals = evaluations(run, phases)
     evaluated = {row["output"] for row in evals}
@@ -91,8 +101,8 @@ def tables(run: Path) -> list[Table]:
 
 
 def table_of(title: str, rows: list[dict]) -> Table:
-    """Returns a table of the results of phases, with one row per phase and one column per
-    result."""
+    """Returns a table with one row per phase and one column per result. `rows` are the records of
+    the phases."""
     cells_of_rows = []
     columns = {}  # names, in order
     for row in rows:
@@ -108,8 +118,9 @@ def table_of(title: str, rows: list[dict]) -> Table:
 
 
 def cells_of(name: str, value) -> dict[str, str]:
-    """Returns the cells of a result: column -> text. The result is a number, a name, or a dict of
-    counts by kind or reason."""
+    """Formats a result of a phase as table cells, and returns a dict from column to text. The value
+    is a number, a text, or a dict of counts. The number of pairs, a dict by kind of pair, has one
+    column for each kind."""
     title = name.replace("_", " ")
     if name == "pairs" and isinstance(value, dict):
         return {kind: f"{count:,}" for kind, count in value.items()}

@@ -1,1 +1,2 @@
-"""Comparison of several runs: methods x seeds, and the report on their differences."""
+"""Studies and comparisons of several runs. A study runs each method with several seeds. A report
+shows the differences between the methods."""

@@ -1,6 +1,10 @@
-"""Differences between runs: their settings, their code, the first output that differs, and their
-greedy episodes. `compare` prints them first, because two arms that were meant to differ may be
-identical."""
+"""Finds the differences between runs: in settings, in code, in the first output that differs, and
+in the greedy episodes of the evaluation.
+
+`run.sh compare` prints these differences first. They reveal mistakes, such as two arms that were
+meant to differ but are identical. An arm is a method with some settings (see `methods.py`), and it
+has one run per seed.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -42,8 +46,8 @@ def changes(runs: Runs) -> Table:
 
 
 def code_changes(before, after) -> list[str]:
-    """Returns the names of the code files that differ between a run of `before` and a run of
-    `after`."""
+    """Compares the recorded code of each run in `before` with that of each run in `after`. Returns
+    the names of all code files that differ."""
     names = {}
     for run in before:
         for other in after:
@@ -54,8 +58,9 @@ def code_changes(before, after) -> list[str]:
 
 
 def first_difference(before: Path, after: Path) -> str:
-    """Returns the first output of both runs that differs, with the difference. If there is none, it
-    names an output that only one of the runs has."""
+    """Finds the first output that both runs have and that differs between them. Returns its name
+    and a description of the difference. If no common output differs, the text names an output that
+    exists in only one of the runs."""
     outputs = {run: phases_of(run) for run in (before, after)}
     for output in outputs[before]:
         difference = output in outputs[after] and output_change(before / output, after / output)
@@ -67,9 +72,9 @@ def first_difference(before: Path, after: Path) -> str:
 
 
 def output_change(before: Path, after: Path) -> str:
-    """Returns the difference between an output and the same output of another run, or "" if they
-    are equal. Episodes that differ only in log-probabilities count as equal, because rounding
-    changes these."""
+    """Describes the difference between an output (a file, or an agent's folder) and the same output
+    of another run. Returns "" if they are equal. Two episodes are equal if their messages and
+    rewards are equal. Their log-probabilities are not compared, because rounding changes them."""
     if not before.exists() or not after.exists():
         return "" if before.exists() == after.exists() else "one run has deleted it"
     if before.is_dir():
@@ -92,10 +97,11 @@ def output_change(before: Path, after: Path) -> str:
 
 
 def agent_change(before: Path, after: Path) -> str:
-    """Returns the difference between two agents, or "" if they are equal.
+    """Describes the difference between two agents' folders. Returns "" if the agents are equal.
 
-    It has the number of training steps if they differ, the loss, its terms and the gradient norm of
-    the first step, and the largest difference between the weights.
+    The text has the numbers of training steps if they differ. It also has the values of the first
+    training step (loss, loss terms and gradient norm) and the largest difference between the
+    weights.
     """
     weights = [{file.name: file_hash(file) for file in folder.glob("*.safetensors")}
                for folder in (before, after)]
@@ -115,8 +121,8 @@ def agent_change(before: Path, after: Path) -> str:
 
 
 def weight_change(before: Path, after: Path) -> str:
-    """Returns the largest difference between the weights of two agents. Rounding alone causes
-    about 1e-8."""
+    """Returns a text with the largest absolute difference between the weights of two agents.
+    Rounding alone causes a difference of about 1e-8."""
     largest = 0.0
     for file in before.glob("*.safetensors"):
         if not (after / file.name).exists():
@@ -133,15 +139,16 @@ def weight_change(before: Path, after: Path) -> str:
 
 
 def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
-    """Returns the content of each episode by its name: (task, agent, iteration, rollout) ->
-    (messages, reward)."""
+    """Returns a dict of episodes. The key (task, agent, iteration, rollout) identifies an episode.
+    The value is (messages, reward)."""
     return {tuple(row.get(key) for key in ("task", "agent", "iteration", "rollout")):
             (row["messages"], row["reward"]) for row in rows}
 
 
 def count_changed(episodes: dict, others: dict) -> str:
-    """Returns "N of M" if N of the M common episodes differ, with the number of episodes that only
-    one side has. Returns "" if both sides are equal."""
+    """Compares two dicts of episodes, as `episodes_in` returns them. Returns the text "N of M" if N
+    of the M common episodes differ. The number of episodes that only one dict has is added in
+    brackets. Returns "" if the dicts are equal."""
     common = episodes.keys() & others.keys()
     count = sum(episodes[name] != others[name] for name in common)
     lacking = len(episodes.keys() ^ others.keys())
@@ -150,9 +157,9 @@ def count_changed(episodes: dict, others: dict) -> str:
 
 
 def episode_changes(before: Path, after: Path) -> str:
-    """Returns the number of greedy episodes that differ in the last iteration that both runs have
-    evaluated."""
-    outputs = []  # of each run: evaluation file -> iteration
+    """Compares the greedy episodes of two runs in the last iteration that both have evaluated.
+    Returns a text with the number of episodes that differ."""
+    outputs = []  # one dict per run: evaluation file -> iteration
     for run in before, after:
         rows = phases_with(phases_of(run), "split", "name", "episodes")
         outputs.append({row["output"]: row["i"] for row in rows

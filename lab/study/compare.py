@@ -1,12 +1,13 @@
-"""The report on several runs: tables in the terminal, and a folder with the tables and figures.
+"""Compares several runs. Prints a report, and writes it to a folder with its numbers and figures.
 
-    bash run.sh compare RUN RUN ...       any runs, finished or not. Runs of the same method, or of
-                                          the same arm of a study, count as its seeds.
-    bash run.sh compare NAME=RUN ...      the same, with names that you give. Runs with the same
-                                          name count as its seeds: base=A0 base=A1 ipo=B0 ipo=B1
-    bash run.sh study webshop --report    the runs of a study
+    bash run.sh compare RUN RUN ...       Compare any runs, finished or not. Runs of the same method
+                                          (or the same arm of a study) are grouped as its seeds.
+    bash run.sh compare NAME=RUN ...      Compare runs under names that you choose. Runs with the
+                                          same name are grouped as its seeds, for example
+                                          base=A0 base=A1 ipo=B0 ipo=B1.
+    bash run.sh study webshop --report    Compare the finished runs of a study.
 
-The folder contains report.txt, report.json and the figures.
+The report folder contains report.txt, report.json and the figures (SVG).
 """
 
 import argparse
@@ -42,11 +43,12 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
 
     Args:
         title: The first line of the report.
-        runs: arm, or a name that the user gives -> seed -> folder.
-        out: The folder.
-        compared: Pairs of arms (a, b), for which the report has the differences a - b. If it is
-            None, all arms are compared with each other, and the report begins with their
-            differences in settings, code and outputs.
+        runs: The folders of the runs, as runs[arm][seed]. The arm may be a name that the user
+            chose.
+        out: The report folder.
+        compared: Pairs of arms (a, b). The report has the differences a - b of each pair. If
+            `compared` is None, all arms are compared with each other, and the report begins with
+            the differences in settings, code and outputs.
 
     Returns:
         The report as text.
@@ -93,9 +95,10 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
 
 
 def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
-    """Returns a table as aligned text."""
+    """Returns a table as text with aligned columns. A column name that begins with < aligns its
+    column to the left."""
     cells = [[column.lstrip("<") for column in columns]]
-    for row in rows:  # names and settings may contain terminal escapes
+    for row in rows:  # `visible` escapes control characters in names and settings
         cells.append([visible(cell(x)).replace("\n", " ") for x in row])
     lines = [title]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -108,7 +111,8 @@ def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
 
 
 def cell(x) -> str:
-    """Returns a text, a number, an `interval` or a `paired` difference as text, and - for None."""
+    """Formats a table cell. `x` is a text, a number, a result of `interval` or `paired`, or None,
+    which is printed as "-"."""
     if x is None:
         return "-"
     if isinstance(x, str):
@@ -116,7 +120,7 @@ def cell(x) -> str:
     if not isinstance(x, dict):
         return f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
     text = f"{x['mean']:+.3f}" if "ahead" in x else f"{x['mean']:.3f}"
-    if x["half"] is None:  # one seed has no interval
+    if x["half"] is None:  # there is only one seed, so there is no interval
         return text
     text += f" ± {x['half']:.3f}"
     if "ahead" in x:
@@ -128,8 +132,8 @@ def cell(x) -> str:
 
 
 def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
-    """Groups rows by the values of `keys`. Returns a row for each group: these values, then the
-    interval over seeds of each measure."""
+    """Groups rows by the values of `keys`. Returns one tuple per group. It has the values of `keys`
+    and then, for each measure, its mean over seeds with the interval (see `interval`)."""
     result = []
     for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         where = dict(zip(keys, group))
@@ -144,8 +148,11 @@ def leads(
     key: str,
     measures: tuple[str, ...],
 ) -> list[tuple]:
-    """Returns for each compared pair (a, b) and each value of `key` the difference of each measure,
-    a - b, on the seeds that both have."""
+    """Computes the differences a - b between pairs of arms, on the seeds that both arms have.
+
+    Returns one tuple per pair (a, b) and value of `key`: the text "a - b", the value, and the
+    difference in each measure (see `paired`).
+    """
     result = []
     for (a, b), group in itertools.product(compared, dict.fromkeys(row[key] for row in rows)):
         differences = []
@@ -158,8 +165,16 @@ def leads(
 
 
 def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tuple]:
-    """Returns for each compared pair (a, b) and each split the evaluated iterations and the
-    differences a - b, or IDENTICAL. of_both(a, b) returns the evaluations of both arms."""
+    """Computes the differences a - b between pairs of arms in the greedy evaluation of each split.
+
+    Args:
+        compared: The pairs of arms (a, b).
+        of_both: A function that returns the evaluations to compare, of_both(a, b).
+
+    Returns:
+        One tuple per pair and split: the text "a - b", the split, the evaluated iterations, and the
+        differences in reward and success. Both are IDENTICAL if all episodes are the same.
+    """
     rows = []
     for a, b in compared:
         evals = of_both(a, b)
@@ -174,7 +189,8 @@ def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tup
 
 
 def states(runs: Runs) -> Table:
-    """Lists the runs that are unfinished, have no agent called target, or have edited files."""
+    """Returns a table of the runs to note: unfinished runs, runs without an agent named "target",
+    and runs whose output files were edited by the user."""
     rows = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
@@ -193,7 +209,8 @@ def states(runs: Runs) -> Table:
 
 
 def of_target(title: str, evals: list[dict]) -> Table:
-    """Returns a table of the target agent's results. A run has one evaluation per split."""
+    """Returns a table of the target agent's results, with one row per arm and split. `evals` has
+    one evaluation per run and split."""
     rows = []
     for arm, split, *results in means(evals, ("arm", "split"), MEASURES):
         iterations = values_by_seed(evals, "i", arm=arm)
@@ -203,7 +220,8 @@ def of_target(title: str, evals: list[dict]) -> Table:
 
 
 def of_costs(runs: Runs) -> Table:
-    """Returns a table of the mean cost of each arm's runs."""
+    """Returns a table of the costs of each arm, such as training steps and rollouts. Each cost is
+    averaged over the arm's runs."""
     rows = []
     for arm, by_seed in runs.items():
         costs = [numbers.cost(run) for run in by_seed.values()]
@@ -212,7 +230,9 @@ def of_costs(runs: Runs) -> Table:
 
 
 def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
-    """Returns the paper's Table 2: shares of the explored trajectories, at three thresholds."""
+    """Returns the paper's Table 2: the shares of successes, negatives and hard negatives among the
+    explored trajectories. The shares are computed for three reward thresholds. Negatives are below
+    the threshold, and hard negatives are failures at or above it."""
     measures = ("success", "negative", "hard negative")
     same = {f"{a} - {b}" for a, b in compared if numbers.explored_alike(runs, a, b)}
     rows = []
@@ -228,7 +248,8 @@ def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
 
 
 def figure_3(runs: Runs, out: Path) -> Table:
-    """Draws the paper's Figure 3, and returns its numbers."""
+    """Draws the paper's Figure 3, the distances between the failures of a task. Returns a table of
+    the mean distances."""
     found = numbers.distances_of(runs)
     rows = []
     distances = {}  # agent -> the distances of all tasks, in all seeds
@@ -254,7 +275,8 @@ def figure_3(runs: Runs, out: Path) -> Table:
 
 
 def over_iterations(evals: list[dict], out: Path) -> Table:
-    """Returns the target agent's reward and success by iteration, and draws the rewards."""
+    """Returns a table of the target agent's reward and success after each iteration, and draws the
+    rewards as curves."""
     rows = means(evals, ("arm", "i", "split"), MEASURES)
     curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> [(i, mean, half), ...]
     for arm, i, split, reward, _ in rows:
@@ -275,7 +297,9 @@ def over_iterations(evals: list[dict], out: Path) -> Table:
 
 
 def split_name(word: str) -> tuple[str, Path]:
-    """Returns the name and the folder of NAME=RUN or RUN. The path of RUN may contain = too."""
+    """Parses an argument NAME=RUN or RUN, and returns the name and the run's folder. Without NAME,
+    the name is the run's arm or method. An argument that contains "=" and is an existing path is a
+    RUN."""
     name, sign, path = word.partition("=")
     if not sign or not name or not path or "/" in name or Path(word).exists():
         return arm_of(Path(word)), Path(word)

@@ -1,6 +1,8 @@
-"""The arms of a study: their settings, the pairs of arms that a report compares, and their runs.
+"""Defines the arms of a study. An arm is a method with some settings, and a study runs every arm
+with every seed.
 
-An arm is a method with some settings. A study runs every arm with every seed.
+This file has the settings of each arm, the list of arms that a report compares with each other, and
+functions that find and check the runs of each arm.
 """
 
 import itertools
@@ -13,30 +15,32 @@ from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of, phases_with
 from lab.settings import METHODS, Settings
 
-# arm -> its settings. A value in braces is taken from the run of co-evolution or evolution with the
-# same seed (see `taken_from`). `steps` is the mean number of optimiser steps of the target agent
-# per iteration of co-evolution, `lambda_sft` is co-evolution's setting, and `tasks` is the number
-# of tasks at the end of evolution.
+# The settings of each arm of the first system, coevolve.py. A value in braces is taken from the
+# `coevolve` or `evolve` run with the same seed (see `taken_from`):
+# - {steps}: optimiser steps of the target agent per iteration, averaged over the `coevolve` run
+# - {lambda_sft}: value of --lambda-sft in the `coevolve` run
+# - {tasks}: number of tasks at the end of the `evolve` run
 FIRST = {
     "coevolve": "--method coevolve",
     "eto": "--method eto",
     "sft": "--method sft",
     "positive": "--method positive",
     "eto-steps": "--method eto --dpo-steps {steps}",
-    # ETO with the other parts that the paper adds to DPO: the weights and SFT term of Section 4.3.
+    # ETO with the pair weights and the SFT term of Section 4.3, which the paper also adds to DPO.
     "eto-sft": "--method eto --lambda-sft {lambda_sft} --pair-weights instruction",
     "eto-sft-steps": "--method eto --lambda-sft {lambda_sft} --pair-weights instruction "
                      "--dpo-steps {steps}",
     "positive-steps": "--method positive --dpo-steps {steps}",
     "frozen": "--method coevolve --d-fail none",
     "after": "--method coevolve --failure-plays after",
-    # One rollout per task, as in the paper.
+    # One rollout per task and iteration, as in the paper.
     "eto-one": "--method eto --rollouts 1",
     "coevolve-one": "--method coevolve --rollouts 1",
     "rft": "--method rft",
     "dart": "--method dart",
     "ppo": "--method ppo"}
-# Arms of the second system, `evolve.py`, and their controls. A study of them should include SFT.
+# The arms of the second system, evolve.py: GRPO, evolution, and controls of evolution. A study of
+# these arms should include "sft", because the report compares them with it.
 SECOND = {
     "grpo": "--method grpo",
     "evolve": "--method evolve",
@@ -44,20 +48,23 @@ SECOND = {
     "evolve-random": "--method evolve --guide random",
     **{f"evolve-only-{signal}": f"--method evolve --signals {signal}" for signal in SIGNALS}}
 ARMS = FIRST | SECOND
-# (a, b): a report prints by how much arm a is ahead of arm b.
+# Pairs of arms (a, b). A report prints the difference a - b of each pair.
 COMPARED = [
     *itertools.product(["coevolve"], FIRST), *itertools.product([*FIRST, "grpo"], ["sft"]),
-    # These show the effect of the SFT term, of a second agent's rollouts, and of that agent's kind.
+    # These pairs show the effects of the SFT term, of rollouts from a second agent, and of the kind
+    # of second agent.
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
-    # These show the effect of when the failure agent plays, and of a single rollout per task.
+    # These pairs show the effects of a failure agent that plays after it has learned instead of
+    # before, and of a single rollout per task.
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
     ("coevolve-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
 
 
 def method_of(arm: str) -> str:
-    """Returns the --method of an arm, such as "positive" for positive-steps."""
+    """Returns the value of --method in an arm's settings. It is "positive" for the arm
+    "positive-steps"."""
     return ARMS[arm].split()[1]
 
 
@@ -65,15 +72,16 @@ def method_of(arm: str) -> str:
 
 
 def needed_by(arm: str) -> list[str]:
-    """Returns a list of the arm that the values in braces are taken from. It is empty if this arm
-    has no values in braces."""
+    """Returns the arms whose runs must finish first, because this arm takes the values of its
+    settings in braces from them. The list has one arm, or none if there are no braces."""
     if "{tasks}" in ARMS[arm]:
         return ["evolve"]
     return ["coevolve"] if "{" in ARMS[arm] else []
 
 
 def flags(arm: str, folder: Path, seed: int) -> list[str]:
-    """Returns the settings of a run of an arm, as flags and values. `folder` is the study's."""
+    """Returns the command-line flags for the run of an arm with a seed. Values in braces are
+    replaced with their values from the finished runs in the study's `folder`."""
     values = {}
     for other in needed_by(arm):
         values = taken_from(folder / f"{other}-s{seed}")
@@ -81,7 +89,8 @@ def flags(arm: str, folder: Path, seed: int) -> list[str]:
 
 
 def taken_from(run: Path) -> dict:
-    """Returns the values for the braces in `ARMS` from a run of co-evolution or evolution."""
+    """Returns the values that replace the braces in `ARMS`, computed from a `coevolve` or `evolve`
+    run. The keys are "steps" and "lambda_sft", or "tasks" for an `evolve` run."""
     phases = phases_of(run)
     tasks = task_counts(phases)
     if tasks:
@@ -95,14 +104,20 @@ def taken_from(run: Path) -> dict:
 
 
 def task_counts(phases: dict) -> list[int]:
-    """Returns the number of tasks that GRPO trained on, at the start and after each evolution."""
+    """Returns the sizes of GRPO's task set, at the start and after each evolution phase. The list
+    is empty for methods of coevolve.py, which have no such task set."""
     rows = phases_with(phases, "tasks")
     return [row["tasks"] for row in rows if row["output"].endswith("tasks.jsonl")]
 
 
 def training_phases(phases: dict, agent: str = "") -> list[dict]:
-    """Returns the records of the training phases after the first SFT, of all agents, or of the
-    agent with this recorded name. Phases of `evolve.py` record no name and train the target."""
+    """Returns the records of the training phases after the initial SFT phase.
+
+    Args:
+        phases: The phases of a run.
+        agent: Name of the agent that the phases train; "" returns the phases of all agents. The
+            phases of `evolve.py` record no name, and count as phases of the target agent.
+    """
     rows = [row for row in phases_with(phases, "steps", "seconds") if row["i"] > 0]
     return [row for row in rows if isinstance(row["steps"], int)
             and not row["output"].endswith(".jsonl") and agent in ("", row.get("name", "target"))]
@@ -110,21 +125,22 @@ def training_phases(phases: dict, agent: str = "") -> list[dict]:
 
 # ---------------------------------------------------------------------- the runs of a report
 
-# arm, or a name that the user gives -> seed -> folder. If a run reused outputs of a run with
-# another seed (--branch), its key is the text "OTHER>SEED" instead of its seed.
+# The folders of runs, as runs[arm][seed]. The arm may be a name that the user chose. A run that was
+# branched from a run with another seed (--branch) has the key "OTHER>SEED" instead of its seed.
 Runs = dict[str, dict[int | str, Path]]
 
 
 def arm_of(run: Path) -> str:
-    """Returns the arm of a run of a study, which its folder is named after. For other runs, returns
-    the method."""
+    """Returns the arm of a run. The folder of a study's run is called ARM-sSEED. If the name of a
+    folder does not begin with an arm, the run's method is returned instead."""
     arm = run.resolve().name.rpartition("-s")[0]
     return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
 
 def named(given: list[tuple[str, Path]]) -> Runs:
-    """Groups (name, folder) by name and seed. The runs may have any settings and may be unfinished.
-    Raises UsageError if the environments differ, or if two runs have the same name and seed."""
+    """Groups runs, given as (name, folder), by name and seed. The runs may have any settings, and
+    may be unfinished. Raises UsageError if the runs use different environments, or if two runs
+    have the same name and seed."""
     runs = defaultdict(dict)
     envs = {}  # environment -> its first run
     for name, path in given:
@@ -137,7 +153,7 @@ def named(given: list[tuple[str, Path]]) -> Runs:
                              "one environment")
         seed = settings["seed"]
         first_seed = config.get("branch", {}).get("seed", seed)
-        if first_seed != seed:  # paired only with runs that changed the seed in the same way
+        if first_seed != seed:  # compared only with runs that have the same two seeds
             seed = f"{first_seed}>{seed}"
         other = runs[name].setdefault(seed, path)
         if other is not path:
@@ -151,13 +167,16 @@ def named(given: list[tuple[str, Path]]) -> Runs:
 
 
 def finished(folder: Path) -> Runs:
-    """Returns the finished runs of a study, in the order of ARMS. Raises UsageError if two runs
-    differ in a setting that both read and that neither arm sets."""
+    """Returns the finished runs of a study, in the order of ARMS.
+
+    Raises UsageError if two runs have different values of a setting that both use. Settings that
+    define the arm, such as --method, may differ.
+    """
     runs = {}
-    first = {}  # setting -> (the first run that reads it, its value)
+    first = {}  # setting -> (first run that uses the setting, value of the setting in this run)
     for arm in ARMS:
         paths = [file.parent for file in folder.glob(f"{arm}-s[0-9]*/result.json")]
-        # Settings that the arm sets, or does not read.
+        # The settings that need not be equal: set by the arm, set by its method, or unused.
         own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", ARMS[arm])}
         own |= Settings.presets.get(f"--method {method_of(arm)}", {}).keys()
         own |= settings_of(Settings).keys() - names_in(METHODS[method_of(arm)].reads)
@@ -174,14 +193,15 @@ def finished(folder: Path) -> Runs:
 
 
 def relevant(names: set[str]) -> set[str]:
-    """Returns those settings that change more than rounding, without the seed."""
+    """Returns the names of settings that affect the results. The seed is left out, and so are
+    settings marked as Free, which affect at most rounding."""
     return {name for name in names if not has_mark(Settings, name, FREE)} - {"seed"}
 
 
 def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
-    """Returns (setting, name, values over the seeds) of each relevant setting in which the runs
-    differ."""
-    settings = {}  # name -> the settings of its runs
+    """Returns the relevant settings in which the named groups of runs differ. Each such setting has
+    one tuple per group: (setting, name of the group, its values as text)."""
+    settings = {}  # name of a group -> settings of each of its runs
     for name, by_seed in runs.items():
         settings[name] = [config_of(path)["settings"] for path in by_seed.values()]
     keys = dict.fromkeys(itertools.chain(*itertools.chain(*settings.values())))

@@ -1,7 +1,8 @@
-"""The numbers of a report on several runs.
+"""Computes the numbers of a report on several runs.
 
-`runs` is arm -> seed -> folder. An evaluation is a dict: the record of the phase with the numbers
-of `lab.page.report.evaluations`, and the arm, the seed and the episodes (see `evaluations`).
+`runs` contains the folders of the runs, as runs[arm][seed]. An evaluation is a dict. It has the
+record of an evaluation phase, the numbers that `lab.page.report.evaluations` adds to the record,
+and the arm, the seed and the episodes (see `evaluations`).
 """
 
 import math
@@ -26,10 +27,11 @@ T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.
 
 
 def interval(values) -> dict | None:
-    """Returns the number n of values, one per seed, their mean, and half the width of the 95% t
-    interval of the mean. Returns None if there are no values.
+    """Computes the mean of some values, one per seed, and its 95% t interval.
 
-    The half width is None for one value. For more than 20 values the quantile of 20 is used.
+    Returns a dict with the number of values `n`, their `mean`, and `half`, which is half the width
+    of the interval. A single value has no interval, so `half` is None. For more than 20 values the
+    t quantile for 20 values is used. Returns None if there are no values.
     """
     values = np.asarray(list(values), dtype=float)
     n = len(values)
@@ -42,10 +44,16 @@ def interval(values) -> dict | None:
 
 
 def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
-    """Returns the interval of a - b over the seeds that both have, or None if there are none.
+    """Computes the mean and the interval of the differences a - b.
 
-    `ahead` is the number of seeds on which a is larger. `sure` is True if there are three seeds or
-    more and the interval excludes 0.
+    Args:
+        a: The values of the first arm, by seed.
+        b: The values of the second arm, by seed.
+
+    Returns:
+        The result of `interval` on the seeds that both arms have, with two more keys. `ahead` is
+        the number of seeds on which a is larger than b. `sure` is True if there are at least three
+        seeds and the interval excludes 0. None if no seed is common to both arms.
     """
     seeds = a.keys() & b.keys()
     lead = interval([a[seed] - b[seed] for seed in seeds])
@@ -60,9 +68,12 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
 
 
 def evaluations(runs: Runs) -> list[dict]:
-    """Returns all evaluations of the target agent. `episodes_by_task` is task -> [(reward,
-    messages), ...]. If a run has no agent called target, all its agents count, and their arms are
-    called "ARM: AGENT"."""
+    """Returns all evaluations of the target agent.
+
+    The key `episodes_by_task` of an evaluation is a dict from a task to a list of (reward,
+    messages), with one tuple per episode. If a run has no agent named "target", the evaluations of
+    all its agents are returned. Their arms are then named "ARM: AGENT".
+    """
     evals = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
@@ -81,8 +92,9 @@ def evaluations(runs: Runs) -> list[dict]:
 
 
 def on_common_tasks(evals: list[dict]) -> tuple[list[dict], list[str]]:
-    """Restricts the evaluations of each split to the tasks that all of them have. Returns them, and
-    a note for each split in which the tasks differ."""
+    """Restricts the evaluations of each split to the tasks that all runs have evaluated, and
+    computes reward and success on these tasks. Returns the new evaluations, and a note for each
+    split in which the runs evaluated different tasks."""
     tasks = defaultdict(dict)  # split -> (arm, seed) -> tasks
     for e in evals:
         tasks[e["split"]][e["arm"], e["seed"]] = {*e["episodes_by_task"]}
@@ -108,14 +120,15 @@ def on_common_tasks(evals: list[dict]) -> tuple[list[dict], list[str]]:
 
 
 def after_the_last(evals: list[dict]) -> list[dict]:
-    """Returns the evaluations after the last iteration of each run."""
+    """Returns the evaluations after the last evaluated iteration of each run."""
     last = {(e["arm"], e["seed"]): e["i"] for e in sorted(evals, key=lambda e: e["i"])}
     return [e for e in evals if e["i"] == last[e["arm"], e["seed"]]]
 
 
 def last_of_both(evals: list[dict], a: str, b: str) -> list[dict]:
-    """Returns the evaluations of two arms after their last iterations. On a seed on which one of
-    the runs has not finished, they are after the last iteration that both runs have."""
+    """Returns the evaluations of the arms a and b after their last iterations. If one of the two
+    runs with a seed is unfinished, the evaluations of both are taken after the last iteration that
+    both have reached."""
     last = [e for e in after_the_last(evals) if e["arm"] in (a, b)]
     kept = []
     for seed in dict.fromkeys(e["seed"] for e in last):
@@ -127,17 +140,21 @@ def last_of_both(evals: list[dict], a: str, b: str) -> list[dict]:
 
 
 def identical(evals: list[dict], a: str, b: str, split: str) -> bool:
-    """Returns True if two arms have the same episodes of a split on all seeds that both have."""
+    """Returns True if the evaluations of two arms on a split have the same episodes, on all seeds
+    that both arms have."""
     episodes = [values_by_seed(evals, "episodes_by_task", arm=arm, split=split) for arm in (a, b)]
     common = episodes[0].keys() & episodes[1].keys()
     return all(episodes[0][seed] == episodes[1][seed] for seed in common)
 
 
 def after_the_best(evals: list[dict]) -> list[dict]:
-    """Returns the evaluations of each run after the iteration with the highest reward on the
-    validation split, or the first of several such iterations. Iteration 0, which is the agent after
-    SFT, is chosen only if there is no other."""
-    best = {}  # (arm, seed) -> its best evaluation on validation
+    """Chooses the iteration of each run that has the highest validation reward. Returns the run's
+    evaluations on the other splits after this iteration.
+
+    If several iterations have the highest reward, the first one is chosen. Iteration 0 is the agent
+    after SFT. It is chosen only if the run has no other iteration.
+    """
+    best = {}  # (arm, seed) -> best evaluation of the run on the validation split
     for e in sorted(evals, key=lambda e: e["i"]):
         if e["split"] == "validation":
             before = best.setdefault((e["arm"], e["seed"]), e)
@@ -149,7 +166,8 @@ def after_the_best(evals: list[dict]) -> list[dict]:
 
 
 def values_by_seed(rows: list[dict], key: str, **where) -> dict:
-    """Returns seed -> the value of `key`, for the rows that have the values given in `where`."""
+    """Selects the rows whose keys have the values given in `where`. Returns the values of `key` in
+    these rows, by seed."""
     return {row["seed"]: row[key] for row in rows if where.items() <= row.items()}
 
 
@@ -157,11 +175,12 @@ def values_by_seed(rows: list[dict], key: str, **where) -> dict:
 
 
 def cost(run: Path) -> dict:
-    """Returns the cost of a run after the first SFT: optimiser steps, tokens and rollouts; and the
-    number of tasks at the end of evolution."""
+    """Returns the costs of a run after its initial SFT phase: the optimiser steps of the target and
+    of all agents, the tokens in the target's training phases, and the number of rollouts. The last
+    value, `tasks`, is the size of GRPO's task set at the end, or 0 for methods of coevolve.py."""
     phases = phases_of(run)
     target = training_phases(phases, "target")
-    played = [*explorations_in(phases), *target]  # `evolve.py` plays while it trains
+    played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
     return {"steps of the target": sum(row["steps"] for row in target),
             "steps of all agents": sum(row["steps"] for row in training_phases(phases)),
             "tokens of the target": sum(row.get("tokens", 0) for row in target),
@@ -170,8 +189,8 @@ def cost(run: Path) -> dict:
 
 
 def explored(run: Path, agent: str | None = None) -> list[dict]:
-    """Returns the explored trajectories of a run, or of one of its agents. Files that were deleted
-    are skipped."""
+    """Returns the trajectories that the agents of a run explored, or only those of `agent` if it is
+    given. Files that were deleted are skipped."""
     rows = []
     for phase in explorations_in(phases_of(run)):
         if agent in (None, phase["name"]) and (run / phase["output"]).is_file():
@@ -180,7 +199,8 @@ def explored(run: Path, agent: str | None = None) -> list[dict]:
 
 
 def explored_alike(runs: Runs, a: str, b: str) -> bool:
-    """Returns True if two arms explored the same episodes on all seeds that both have."""
+    """Returns True if the explored episodes of two arms are the same, on all seeds that both arms
+    have."""
     first, other = runs.get(a, {}), runs.get(b, {})
     for seed in first.keys() & other.keys():
         episodes = [[(row["task"], row["reward"], row.get("messages")) for row in explored(run)]
@@ -191,9 +211,11 @@ def explored_alike(runs: Runs, a: str, b: str) -> bool:
 
 
 def shares(runs: Runs, threshold: float) -> list[dict]:
-    """Returns the shares of each run's explored trajectories that are a success, have a reward
-    below the threshold, or are a hard negative: a failure with a reward of at least the
-    threshold. Runs without explored trajectories are skipped."""
+    """Returns one row per run, with the shares of three kinds of explored trajectories.
+
+    A success has reward 1. A negative has a reward below the threshold. A hard negative is a
+    failure with a reward of at least the threshold. Runs without explored trajectories are skipped.
+    """
     rows = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
@@ -206,16 +228,20 @@ def shares(runs: Runs, threshold: float) -> list[dict]:
     return rows
 
 
-# The paper's Figure 3 shows by how much the failures of an instruction differ: the distance is
-# 1 - cos of their embeddings.
+# The agents of the paper's Figure 3: label -> (arm, agent). The figure shows how diverse the
+# failures of each agent are. The distance between two failures of the same task is 1 - cos of their
+# embeddings.
 FIGURE_3 = {"eto": ("eto", "target"), "coevolve: target": ("coevolve", "target"),
             "coevolve: failure": ("coevolve", "failure")}
 
 
 def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
-    """Returns the mean distance between an agent's failures of a task: agent -> seed -> task ->
-    distance. It covers the seeds that ETO and co-evolution both have. The failures are embedded by
-    the SFT agent that both methods start from."""
+    """Computes the mean distance between the failures of a task, for each agent of Figure 3.
+
+    Returns distances[label][seed][task], for the seeds that both ETO and co-evolution have. The
+    failures are embedded by the SFT agent that both methods start from. Seeds whose SFT agent was
+    deleted are skipped.
+    """
     found = defaultdict(dict)
     for seed in runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys():
         folder = runs["coevolve"][seed] / "sft-target"
@@ -227,7 +253,7 @@ def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def distances(rows: list[dict], embed) -> dict[str, float]:
-    """Returns the mean distance between two failures of a task, for each task with at least two.
+    """Returns the mean distance between the failures of each task that has at least two failures.
     Trajectories without action tokens have no embedding and are skipped."""
     vectors = defaultdict(list)
     for row in rows:
@@ -238,15 +264,15 @@ def distances(rows: list[dict], embed) -> dict[str, float]:
 
 
 def mean_distance(vectors: np.ndarray) -> float:
-    """Returns the mean of 1 - cos over all pairs of vectors (n, d), n >= 2."""
+    """Returns the mean of 1 - cos over all pairs of the n >= 2 vectors. `vectors` is (n, d)."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = (unit @ unit.T)[np.triu_indices(len(unit), 1)]
     return float(1 - cosines.mean())
 
 
 def embedder(folder: Path):
-    """Loads the agent in a folder, and returns a function that embeds a trajectory, given as a row
-    of its file. The embedding (d,) is the mean of the last layer's hidden states over the action
+    """Loads the agent in a folder. Returns a function that embeds a trajectory, given as a row of a
+    trajectory file. The embedding (d,) is the last hidden state, averaged over the action
     tokens."""
     transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,12 +1,12 @@
-"""A study runs arms x seeds as ordinary runs, and then writes a report on their differences.
+"""Runs a study: several methods with several seeds each, and a report on their differences.
 
-    bash run.sh study webshop                              the first system's arms, five seeds
+    bash run.sh study webshop                              all methods of coevolve.py, five seeds
     bash run.sh study webshop --methods eto coevolve --beta 0.2 --out runs/study-beta-0.2
-    bash run.sh study webshop --report                     the report on the finished runs so far
+    bash run.sh study webshop --report                     only the report on the finished runs
 
-A run is in the folder STUDY/METHOD-sSEED, and its output in METHOD-sSEED.log. To resume a study
-that was stopped, repeat its command. Other settings, such as --beta, are passed to every run that
-reads them.
+Each run is written to the folder STUDY/METHOD-sSEED, and its printed output to the file
+STUDY/METHOD-sSEED.log. To resume a study that was stopped, repeat its command. Other settings, such
+as --beta, are passed to every run whose method uses them.
 """
 
 import argparse
@@ -39,18 +39,18 @@ def make_runs(
     more: list[str],
     jobs: int,
 ) -> None:
-    """Makes the runs of a study. Runs that are already finished end at once.
+    """Starts the runs of a study and waits for them. Runs that are already finished end at once.
 
     Args:
         env: The environment.
-        arms: The arms. An arm comes after the arms that it takes values from.
+        arms: The arms. An arm that needs results of another arm must come after this other arm.
         seeds: The seeds. Each arm has one run per seed.
         folder: The study's folder.
-        more: Settings for all runs that read them, as flags and values.
-        jobs: Number of runs at the same time.
+        more: Further settings, as flags and values. A run gets those that its method uses.
+        jobs: Maximum number of concurrent runs.
     """
     settings = {arm: read_by(arm, arms, more) for arm in arms}
-    for arm in arms:  # report wrong settings before any run starts
+    for arm in arms:  # parse all settings first, so that errors appear before any run starts
         parse(["--env", env, *settings[arm], "--method", method_of(arm)], Settings, METHODS,
               environment)
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
@@ -60,7 +60,7 @@ def make_runs(
         for other in needed_by(arm):
             started[seed, other].result()
         if any(run.done() and run.exception() for run in list(started.values())):
-            return  # another run failed, so the study ends
+            return  # another run failed, so no further run is started
         name = f"{arm}-s{seed}"
         words = [*settings[arm], *flags(arm, folder, seed), "--seed", str(seed),
                  "--out", str(folder / name)]
@@ -76,9 +76,9 @@ def make_runs(
 
 
 def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
-    """Returns those flags of `more`, with their values, that an arm reads. Flags that no arm of the
-    study reads are included, so that parsing them raises an error."""
-    reads = {}  # arm -> its flags
+    """Selects the flags in `more`, with their values, that the method of an arm uses. Flags that no
+    arm of the study uses are included as well, because parsing them must raise an error."""
+    reads = {}  # arm -> flags that its method uses
     for other in arms:
         reads[other] = {flag(name) for name in names_in(METHODS[method_of(other)].reads)}
     others = set.union(*reads.values()) - reads[arm]
@@ -93,7 +93,8 @@ def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
 
 
 def launch(env: str, words: list[str], log: Path) -> None:
-    """Runs `run.sh ENV WORDS` with its output in `log`. Raises UsageError if it fails."""
+    """Runs `run.sh ENV WORDS` in a subprocess, and appends its output to the file `log`. Raises
+    UsageError if the exit status is not 0."""
     with open(log, "a") as output:
         child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *words], stdout=output,
                                  stderr=output, env=os.environ | {"PYTHON": sys.executable})
@@ -106,7 +107,8 @@ def launch(env: str, words: list[str], log: Path) -> None:
 
 
 def stop(number: int, _) -> None:
-    """Ends the study and its runs after Ctrl-C or SIGTERM. The runs can be resumed."""
+    """Signal handler for Ctrl-C and SIGTERM. It ends the study and its runs, which can be resumed
+    later."""
     for child in list(running):
         child.terminate()
     os.write(2, b"study: stopped; rerun the same command to resume\n")
@@ -138,7 +140,7 @@ def main(argv: list[str]) -> None:
     if not args.report:
         wanted = {*args.methods, *itertools.chain(*map(needed_by, args.methods))}
         small = not GPU and not any(word.startswith("--model") for word in more)
-        if small:  # the number of cores must not change the results of a study
+        if small:  # on a CPU, rounding depends on the number of threads, and so may the results
             os.environ["OMP_NUM_THREADS"] = "1"
         make_runs(args.env, [arm for arm in ARMS if arm in wanted],
                   list(dict.fromkeys(args.seeds)), folder, more,
