@@ -253,7 +253,8 @@ class Settings(coevolve.Settings):
     file: Free[OldFile] = None
     # Folder for the trained agent; the run is in its subfolder `run` [runs/learn-FILE]
     out: Free[Optional[str]] = None
-    # A failure can be an expert trajectory only if its reward is larger than this [ours]
+    # The best trajectory of a task becomes its expert trajectory if it is a success, or if its
+    # reward is larger than this value [ours]
     expert_min_reward: float = 0.0
     env: str = "trajectories of one's own"
     method: str = "learn"

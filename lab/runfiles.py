@@ -59,9 +59,11 @@ def config_of(run: Path) -> dict:
 
 
 def way_of(run: Path, env: str) -> list[str]:
-    """Returns the flags that give an agent the same episodes as in the run that trained it: view,
-    token limits and environment settings. The list is empty if `env` is not the environment of the
-    run."""
+    """Returns the command-line flags with which an agent plays under the settings of its training.
+
+    These are the view, the token limits and the environment settings of the run that trained it. If
+    `env` is not the environment of that run, the list is empty.
+    """
     settings = config_of(run)["settings"]
     if settings["env"] != env:
         return []

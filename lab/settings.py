@@ -34,9 +34,9 @@ class Settings(evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.S
         "--method dart": dict(rollouts=5),
         "--method ppo": dict(rollouts=4),
         "--method evaluate": dict(temperature=0.0, rollouts=1),
-        # "chat" applies if --model is an API endpoint. Prompts contain examples, so they are long.
-        # We set max_tokens very high, and leave the actual limit to the endpoint. It knows the
-        # context length of its model, and rejects conversations that are longer.
+        # "chat" applies if --model is an API endpoint. max_tokens limits the whole conversation. It
+        # is set very high here, because the endpoint knows the context length of its model and
+        # rejects longer conversations itself.
         "chat": dict(method="chat", temperature=0.0, rollouts=1, max_tokens=100_000),
     }
 

@@ -131,8 +131,9 @@ def build_root(visible: list[str], own: list[str], user: int | None) -> None:
         own: Folders that are created empty and writable.
         user: User id of the owner of the folders in `own`, or None for the current user.
     """
-    # The new root is built in /proc, because no visible path lies there. Other processes keep the
-    # real /proc, because this process has its own mount namespace.
+    # The new root directory is built on a tmpfs that is mounted over /proc. /proc is free for this,
+    # because none of the paths that stay visible inside the jail is below it. Other processes keep
+    # the real /proc, because this process has its own mount namespace.
     base = "/proc"
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
     limits = f"size={SIZE},nr_inodes={MAX_FILES},mode=755"

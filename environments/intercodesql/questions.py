@@ -34,7 +34,9 @@ CONCEPTS = {
     "sites": ("site", [["area", "size", "extent"], ["seats", "rooms", "places"]],
               [["region", "zone", "district"]]),
 }
-VALUES = {  # maps the first name of a text concept to the possible values of its column
+# A text concept is a list of synonyms for a column name, such as ["country", "nation"]. This dict
+# maps the first synonym to the values that the column may have.
+VALUES = {
     "country": ["France", "Spain", "Japan", "Brazil", "Egypt", "India"],
     "grade": ["junior", "senior", "expert", "novice"],
     "color": ["red", "blue", "green", "black", "white"],

@@ -63,7 +63,8 @@ class WebShopServer(Shop):
         Args:
             webshop_url: The address of the server.
             view: "full" or "short".
-            split_file: The folder of ETO's or IPR's task lists, or None for the splits of RULE.
+            split_file: The value of --split-file: the path of the folder with ETO's or IPR's task
+                lists, or None for the splits of RULE.
             timeout: The timeout of a request, in seconds.
             load_timeout: The timeout of a request while the server may be loading its catalogue, in
                 seconds.
@@ -280,7 +281,8 @@ class _Html(HTMLParser):
             self._action = self._address(attrs, "action")
         elif attrs.get("name") == "search_query":
             self.form = Link("POST", self._action)
-        elif attrs.get("type") == "radio":  # an option; a later one with the same value replaces it
+        elif attrs.get("type") == "radio":
+            # A radio button is an option. If two options have the same value, the later one counts.
             value = attrs.get("value", "")
             has_slash = "/" in value or "/" in attrs.get("name", "")
             link = Link("GET", self._address(attrs, "data-url"), has_slash=has_slash)

@@ -276,15 +276,15 @@ class Endpoint:
     def read(self, response: dict, text: str) -> tuple[str, dict]:
         """Extracts the reply and the usage from a response.
 
-        A malformed response raises any exception, such as KeyError or TypeError, and the caller
-        then retries.
+        If the response is malformed, the exception of the code that reads it, such as a KeyError or
+        a TypeError, is not caught here. The caller catches it and repeats the request.
 
         Args:
             response: The parsed JSON of the response.
             text: The same response as text, for error messages.
 
         Raises:
-            Passing: The finish_reason reports a failure.
+            Passing: The finish_reason reports an error that may be transient.
             ContextFull, NotAnswered, OnlyThoughts: The response has no reply.
         """
         excerpt = self.without_key(text)[:200]
@@ -510,7 +510,7 @@ def reply_in(text: str) -> tuple[str, bool]:
                 position = final.end() if final else len(text)
         elif kind == "end" or any(piece.strip() for piece in pieces):
             position = len(text)
-        else:  # a start token before the reply: drop the whitespace before it
+        else:  # The reply begins after this start token. Drop the whitespace before the token.
             pieces = []
     reply = "".join(pieces) + text[position:]
     return (text if reply == text else reply.strip()), reasons

@@ -118,9 +118,11 @@ def table_of(title: str, rows: list[dict]) -> Table:
 
 
 def cells_of(name: str, value) -> dict[str, str]:
-    """Formats a result of a phase as table cells, and returns a dict from column to text. The value
-    is a number, a text, or a dict of counts. The number of pairs, a dict by kind of pair, has one
-    column for each kind."""
+    """Formats one result of a phase as table cells, and returns a dict {column: text}.
+
+    The value is a number, a text or a dict of counts. The result `pairs` is a dict {kind of pair:
+    count}, and each kind gets a column of its own.
+    """
     title = name.replace("_", " ")
     if name == "pairs" and isinstance(value, dict):
         return {kind: f"{count:,}" for kind, count in value.items()}
