@@ -721,7 +721,7 @@ class Data:
     # Start from another run. In RUN@OUTPUT, RUN is the folder of that run and OUTPUT is one of its
     # outputs. Outputs before OUTPUT are reused, and the rest is computed with these settings [none]
     branch: types.Free[Optional[str]] = None
-    # Quick test: run all phases on a few tasks, in about a minute with the model tiny [ours]
+    # Run all phases on only a few tasks, in about a minute with the model tiny [ours]
     quick: bool = False
     # Experiment tracker for logging, such as tensorboard or wandb, or any other tracker that
     # accelerate supports [none]
