@@ -133,7 +133,15 @@ def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
 
 
 def gone(found) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
+    return all(ended(process) for process in found)
+
+
+def ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended; it may end between two questions about it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 # ------------------------------------------------------- this side, with a child without the package
