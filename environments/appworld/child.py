@@ -4,8 +4,8 @@ judgements.
     python child.py ROOT SECONDS MEGABYTES MAX_OUTPUT
 
 The client, processes.py, starts the server. The server's standard input is a socket to the client.
-The server runs in the virtual environment of the package, where the other libraries of this project
-are not installed. It therefore imports only jail.py from this project.
+The server runs in the virtual environment of the package, where the dependencies of this project
+are not installed. Of this project's modules, the server therefore imports only jail.py.
 
 The server imports all apps once. Then it forks a process for each episode and for each judgement.
 Each forked process isolates itself (see jail.py) and exchanges lines of JSON with the client. The
@@ -139,8 +139,8 @@ def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[d
     """Returns the records in the given apps and the answer, both at the end of an episode.
 
     The records are a dict that maps each table to a Counter of the table's rows. The package's own
-    comparison is not used. It only compares the number of changes and the hashes that the episode
-    saved, so two episodes with the same number of different changes can look equal.
+    comparison is not used, because it only compares the number of changes and the hashes that the
+    episode saved. Two episodes with the same number of different changes would look equal.
     """
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection
@@ -153,7 +153,7 @@ def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[d
             selected = ", ".join(f'"{column}"' for column in sorted(columns))
             rows = model.db.connection.execute(f'SELECT {selected} FROM "{model.__tablename__}"')
             records[f"{app}.{table}"] = Counter(rows)
-    records.pop("supervisor.Task", None)  # this table contains the answer, see below
+    records.pop("supervisor.Task", None)  # this table stores the answer, see below
     return records, json.loads(models.supervisor.Task.first().answer)
 
 
@@ -241,8 +241,8 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
         os.dup2(file, target)
     os.closerange(5, 1 << 16)
     lines = socket.socket(fileno=3).makefile("rw")
-    # Read the whole request before anything can fail, because the client cannot receive an error
-    # while the client is still sending a long request.
+    # Read the whole request before anything can fail. The client cannot receive an error message
+    # while it is still sending a long request.
     request = json.loads(lines.readline())
 
     def send(**answer) -> None:

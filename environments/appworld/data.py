@@ -16,8 +16,8 @@ from common.settings import UsageError
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = "appworld==0.1.3.post1"  # pinned, because other versions come with different data
-# Virtual environment of the package, created by run.sh. The package needs a separate environment,
-# because it pins library versions that conflict with this project.
+# Virtual environment of the package, created by run.sh. The environment is separate, because the
+# package pins library versions that conflict with those of this project.
 VENV = PROJECT / ".venv-appworld"
 SOURCES = ("small.py", "families.py")  # files that define the small AppWorld
 SMALL_SPLITS = ("train", "validation", "test", "unseen")

@@ -2,8 +2,8 @@
 given person.
 
 A person is a dict. It contains the contacts, alarms and notes that `small.py` has created in the
-person's apps. The solution of a task is a list of steps. A step is the code of one reply, which
-makes one API call.
+person's apps. The solution of a task is a list of steps. A step is the code of one reply and makes
+one API call.
 """
 
 import random

@@ -38,10 +38,11 @@ DENIED = (
     ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
     ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
     ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keeps the effect of `die_with_parent`
-    # calls that install another filter, which could kill one thread while other threads wait for it
+    # calls that install another filter. That filter could kill one thread, and the other threads
+    # would wait for the killed thread.
     ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
     ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
-    # calls that allocate memory outside the address space, which the memory limit does not count
+    # calls that allocate memory outside the address space. The memory limit ignores such memory.
     ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
     # calls that store keys in the kernel. These keys remain after the process has ended.
     ("add_key",), ("request_key",), ("keyctl",),
@@ -67,16 +68,17 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
         own: Folders to which the new process can write. They are empty at first.
         megabytes: Maximum address space of the new process, in MiB.
         report: File descriptor to which the calling process writes "ended" when the new process
-            ends. If SIGKILL ended the new process, nothing is written, because this signal comes
-            from outside. All file descriptors with numbers above `report` must be closed.
+            ends. If SIGKILL ended the new process, nothing is written. The reader of `report` then
+            recognises a kill from outside. File descriptors above `report` must be closed.
 
     Raises:
-        OSError: The machine does not allow one of the steps.
+        OSError: The machine does not allow one of the steps of the isolation.
     """
     user = FIRST_USER + os.getpid() % 4_000 if os.geteuid() == 0 else None
     seccomp = ctypes.CDLL("libseccomp.so.2")
     separate(user is not None)
-    die_with_parent()  # again, because entering a user namespace has cleared this setting
+    # Repeat this call, because entering a user namespace has cleared the setting of the first call.
+    die_with_parent()
     build_root(visible, own, user)
     if process := os.fork():
         # Close the calling process's copies of the sockets. Otherwise the client would not notice
@@ -170,7 +172,8 @@ def set_limits(megabytes: int, user: int | None) -> None:
             resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN}
     version = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
     # On Linux before 5.14, RLIMIT_NPROC also counts processes of the same user outside the
-    # namespace. There the number of threads is limited only if the process gets its own user id.
+    # namespace. On such a kernel, the number of threads is limited only if the process gets a user
+    # id of its own.
     if user is not None or tuple(map(int, version)) >= (5, 14):
         limits[resource.RLIMIT_NPROC] = MAX_THREADS
     for kind, value in limits.items():
@@ -191,7 +194,8 @@ def drop_privileges(user: int | None) -> None:
 def filter_calls(seccomp: ctypes.CDLL) -> None:
     """Installs the seccomp filter for system calls.
 
-    After this, the process can start threads but no processes, and cannot open network sockets.
+    With the filter, the process can start threads but no processes, and cannot open network
+    sockets.
     libseccomp also sets no_new_privs, so the process cannot gain privileges.
 
     If the process makes a system call of another architecture (32-bit or x32), the filter kills the

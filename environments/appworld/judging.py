@@ -10,7 +10,7 @@ from envs import EnvError
 
 @dataclass
 class Trace:
-    """The record of a run of a solution. The parts of the solution are run one by one.
+    """The results of running a solution part by part.
 
     Attributes:
         outputs: The printed output of each part.
@@ -18,8 +18,8 @@ class Trace:
         changed: One bool per part. It is True if the part changed the apps.
         changes: All changes in the apps at the end, as a dict that maps file names to texts.
         done: True if the solution completed the task.
-        process_error: The reason why the process ended early, or None if it did not. If the process
-            ended early, the result of the solution is unknown.
+        process_error: None if the whole solution was run. Otherwise the reason why the process
+            ended early. The result of the solution is then unknown.
     """
     outputs: list[str] = field(default_factory=list)
     calls: list[list] = field(default_factory=list)
@@ -118,13 +118,15 @@ class Judge:
         key = repr(task)
         if key not in self._traces:
             trace = self.trace(task, task["code"])
-            if trace.process_error is not None:  # for example, the machine is overloaded
+            # The error is not caused by the agent, because only the task's solution was run. The
+            # machine may be overloaded.
+            if trace.process_error is not None:
                 raise EnvError(
                     f"appworld: the code of a task made on {task['start']} did not run to its end: "
                     f"{trace.process_error}; give fewer --slots, or --verify true")
             self._traces[key] = trace
         if not self._traces[key].done:
-            return dict(passed=0, tests=2)  # an unverified task may have a wrong solution
+            return dict(passed=0, tests=2)  # the solution of an unverified task may be wrong
         result = self.compare(task["start"], self._traces[key].changes, changes)
         if "error" in result:
             return result

@@ -20,9 +20,9 @@ from envs import EnvError
 # All limits are our choice.
 SECONDS = 20          # time limit of the code in one reply, in seconds
 MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
-GRACE_SECONDS = 5     # the process is killed this many seconds after the time limit
+GRACE_SECONDS = 5     # seconds from the time limit of the code until the process is killed
 START_SECONDS = 900   # time limit for starting the server, a forked process or an episode
-JUDGE_SECONDS = 120   # time limit of a judgement, which executes SQL that an episode has saved
+JUDGE_SECONDS = 120   # time limit of a judgement, because it executes SQL saved by an episode
 MAX_ANSWER = 16 << 20  # maximum size of an answer in bytes, such as all changes of an episode
 MAX_OUTPUT = 20_000   # maximum number of characters of an observation
 
@@ -228,7 +228,8 @@ class Episode(IsolatedProcess):
         Raises ProcessEnded if the code ends the process or exceeds the time limit.
         """
         answer = self.request(self.seconds, code=code)
-        # Without an output, the agent's code has damaged the package's data in the process.
+        # An answer without output means that the agent's code has damaged the package's data in the
+        # isolated process.
         if "output" not in answer:
             self.end()
             raise ProcessEnded(str(answer.get("error"))[:500])

@@ -92,7 +92,7 @@ class TaskGenerator:
                 blocks of its solution).
 
         Returns:
-            The candidate, or None if there are no blocks or if one of them is not valid Python.
+            The candidate, or None if there are no blocks or if a block is not valid Python.
         """
         parts = [code_of(text) or text for text in proposal["action_sequence"]]
         if not parts or None in map(tree_of, parts):
@@ -104,7 +104,8 @@ class TaskGenerator:
     def key(self, task: dict) -> str:
         """Returns a key that is the same for equivalent tasks.
 
-        The key consists of the start state and the solution's code with its variables renamed.
+        The key consists of the start state and the solution's code. The variables in this code are
+        renamed to name0, name1 and so on.
         """
         tree, names = tree_of("\n".join(task.get("code", ()))), {}
         for node in ast.walk(tree):
@@ -113,7 +114,7 @@ class TaskGenerator:
         return f"{task['start']} {ast.unparse(tree)}"
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if the text of a task reveals its solution.
+        """Returns True if the text of a task reveals the task's solution.
 
         A text reveals the solution if the text contains code of the solution, or a call of an API
         that the solution calls.
@@ -231,8 +232,8 @@ class TaskGenerator:
     def _states_all(self, task: dict, trace: Trace) -> bool:
         """Returns True if an agent can find out every literal that the solution needs.
 
-        The solution needs a literal if its code passes the literal to an API or compares a value
-        with it. The agent can find a literal in one of these places:
+        The solution needs a literal if the solution's code passes the literal to an API or compares
+        a value with the literal. The agent can find a literal in one of these places:
 
         - the text of the task
         - the person's data
@@ -240,7 +241,7 @@ class TaskGenerator:
         - the output of an earlier part
 
         Ids, page numbers and secrets such as passwords are not checked, because the agent can
-        always look them up.
+        always look up these values.
         """
         owner = data.specs(self.env.judge.root, task["start"])["supervisor"]
         known = tokens(f"{task['text']} {json.dumps(owner)}")

@@ -36,8 +36,8 @@ MAX_DEPTH = 20          # maximum depth of nested lists and objects in arguments
 TOO_DEEP = "nested too deeply"
 MAX_DIGITS = 20         # maximum number of digits of an integer in arguments [ours]
 MAX_PRECISION = 1000    # maximum exponent, precision and number of decimal places [ours]
-# Maximum number of paths in the simulated file system. Without it, copying a directory into itself
-# again and again could use up the memory [ours].
+# Maximum number of paths in the simulated file system. Without a maximum, repeatedly copying a
+# directory into itself could exhaust the memory [ours].
 MAX_PATHS = 5000
 # Only one call runs at a time, because the maths simulator changes the precision of mpmath for the
 # whole process.
@@ -45,8 +45,8 @@ LOCK = threading.Lock()
 
 
 class Clock(datetime):
-    """Replaces `datetime` in the trading and travel simulators, so that their results do not depend
-    on the current date or the local time zone."""
+    """Replaces `datetime` in the trading and travel simulators, so that the simulators' results do
+    not depend on the current date or the local time zone."""
 
     def timestamp(self):
         return datetime.timestamp(self.replace(tzinfo=timezone.utc))
@@ -99,8 +99,9 @@ def parse_calls(reply: str) -> list[dict | str]:
 def _calls_in(block: str) -> list[dict | str | None]:
     """Parses one block of a reply.
 
-    Returns a list with one item for each JSON value in the block. The item is the call, or None if
-    the value is not a call. If the JSON is nested too deeply, the list contains an error message.
+    A block contains one JSON value or a JSON list of values. Returns a list with one item for each
+    value. The item is the call, or None if the value is not a call. For invalid JSON, the list is
+    [None]. For JSON that is nested too deeply, the list contains an error message.
     """
     try:
         value = _from_json(block)
@@ -140,7 +141,7 @@ def problem(call: dict) -> str | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM
     for key in ("exponent", "precision", "decimal_places"):
-        # If the value is not a number, the simulator itself returns an error.
+        # Ignore a value that is not a number, because the simulator returns an error for the value.
         with suppress(TypeError, ValueError, OverflowError):
             if abs(int(arguments.get(key))) > MAX_PRECISION:
                 return f"{key} must be a number of at most {MAX_PRECISION}"
@@ -215,7 +216,7 @@ class Simulators:
                     return json.dumps(result) if type(result) is dict else str(result)
                 return str(result)
             except RecursionError:
-                # Return a fixed message, because Python's messages for this error differ.
+                # Return a fixed message, because Python's message for this error varies.
                 return "Error during execution: maximum recursion depth exceeded"
             except Exception as error:
                 return f"Error during execution: {error}"

@@ -29,7 +29,7 @@ except ImportError:
                      f"-m pip install --no-deps {PACKAGE}") from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
-SIZES = {"train": 100, "validation": 20, "test": 80}  # splits of a category's 200 tasks [ours]
+SIZES = {"train": 100, "validation": 20, "test": 80}  # tasks per split, of 200 per category [ours]
 # The user's message in a turn that makes new functions available. The text is that of BFCL.
 MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 
@@ -78,8 +78,8 @@ def functions(start: str) -> dict[str, dict]:
 
 
 def prose(document: dict) -> str:
-    """Returns the description of a function from its document. The document's text begins with a
-    description of the whole simulator, and this function removes the beginning."""
+    """Returns the description of a function without the description of the simulator. In the
+    document, the description of the simulator precedes that of the function."""
     return document["description"].rpartition("Tool description: ")[2].strip()
 
 

@@ -28,7 +28,9 @@ would need."""
 
 
 class Bfcl(Environment):
-    """The multi-turn tasks of BFCL v3, on simulators for files, messages, trading, travel and more.
+    """The multi-turn tasks of BFCL v3.
+
+    The agent's calls are executed on simulators for files, messages, trading, travel and more.
 
     A turn consists of a message of the user and the agent's replies to this message. A turn is
     checked if its ground truth has calls. As in bfcl-eval, a checked turn passes if three
@@ -36,8 +38,8 @@ class Bfcl(Environment):
 
     - The agent has made a call in this turn.
     - The simulators are in the same state as after the calls of the ground truth.
-    - The results of the ground truth's calls are among the results of all calls that the agent has
-      made in the episode.
+    - The agent's calls in this episode have returned all results of the ground truth's calls for
+      this turn.
 
     At the end of an episode, the reward is 1 if all checked turns pass, and otherwise 0. With
     bfcl_reward="turns", the reward is the fraction of the checked turns that pass.
@@ -52,8 +54,8 @@ class Bfcl(Environment):
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
-    # Maximum number of replies in an episode with one turn. `start` replaces this value, because
-    # the maximum depends on the number of turns in the task.
+    # Maximum number of replies in one turn: MAX_REPLIES replies with calls, and one reply in words.
+    # `start` multiplies this maximum by the number of turns in the task.
     max_turns = MAX_REPLIES + 1
 
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
@@ -126,8 +128,8 @@ class Bfcl(Environment):
             response = check.response_checker(self.results, results, self._turn)
             passed = self._replies > 0 and state["valid"] and response["valid"]
         except RecursionError:
-            # The turn fails, because the agent has moved or copied a directory into itself. The
-            # ground truth never does this.
+            # The agent has put a directory into itself, so the check does not end. The turn fails,
+            # because the ground truth never does this.
             passed = False
         self._passed.append(passed)
 

@@ -59,7 +59,7 @@ class TaskGenerator:
         solution consists of this call and the useful earlier calls, see `useful`. The first
         candidate has the whole solution in one turn. The second candidate divides the solution into
         two or three turns. Each of these turns, except the last turn, ends with a call that changed
-        a state. Without such a call before the last call, there is no second candidate.
+        a state. If no call before the last call changed a state, there is no second candidate.
 
         Args:
             task: The id of the episode's task.
