@@ -37,7 +37,7 @@ DENIED = (
     # calls that start processes, or that access other processes and their namespaces
     ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
     ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keeps the effect of `die_with_parent`
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keep the effect of `die_with_parent`
     # calls that install another filter. That filter could kill one thread, and the other threads
     # would wait for the killed thread.
     ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
@@ -150,8 +150,7 @@ def build_root(visible: list[str], own: list[str], user: int | None) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
         call("mount", path, target, None, BIND, None)
-        # Keep the mount's flag noexec, because a remount in a user namespace must not clear the
-        # flag.
+        # Keep the flag noexec, because a remount in a user namespace must not clear this flag.
         no_exec = os.statvfs(path).f_flag & NO_EXEC
         flags = REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | no_exec
         call("mount", None, target, None, flags, None)

@@ -137,8 +137,7 @@ class IsolatedProcess:
             answer = json.loads(self._exchange(seconds, request))
             if not isinstance(answer, dict):
                 raise ValueError
-            # Replace lone surrogates in the answer, because files and tokenizers reject lone
-            # surrogates.
+            # Replace lone surrogates in the answer, because files and tokenizers reject them.
             valid = json.dumps(answer, ensure_ascii=False).encode(errors="replace")
             return json.loads(valid)
         except TimeoutError:

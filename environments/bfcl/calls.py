@@ -130,7 +130,7 @@ def _as_call(value) -> dict | None:
         return None
     arguments = value["arguments"]
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # `problem` later rejects invalid JSON
+        with suppress(ValueError, RecursionError):  # `problem` rejects invalid JSON later
             arguments = _from_json(arguments)
     return {"name": value["name"], "arguments": arguments}
 
