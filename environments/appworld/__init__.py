@@ -1,4 +1,5 @@
-"""AppWorld: an agent writes Python code that calls the APIs of a person's apps."""
+"""Settings of the environment AppWorld: an agent writes Python code that calls the APIs of a
+person's apps."""
 
 import dataclasses
 from typing import Literal
@@ -18,8 +19,8 @@ class Options(environments.Options):
     presets = {
         # max_tokens is 4,000 tokens for the prompt plus 21,580 for the response [AgentEvolver].
         "": dict(max_tokens=25_580, max_new_tokens=1024, slots=8),
-        # The context length of SmolLM2 is 8,192 tokens, which is enough for the episodes of the
-        # small AppWorld. The replies of its expert trajectories have at most 200 tokens.
+        # max_tokens is the context length of SmolLM2. The episodes of the small AppWorld fit into
+        # 8,192 tokens, and the expert's replies in the small AppWorld have at most 200 tokens.
         "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, max_tokens=8192,
                         max_new_tokens=200, slots=8, gradient_checkpointing="on"),
         "quick": dict(train_tasks=20, eval_tasks=20),

@@ -1,15 +1,16 @@
-"""The server process, which imports the package appworld and runs episodes and judgements.
+"""The server process, which imports the package appworld and forks processes for episodes and
+judgements.
 
     python child.py ROOT SECONDS MEGABYTES MAX_OUTPUT
 
-Its client is processes.py, which starts it with a socket as standard input. The server runs with
-the Python interpreter that has the package installed, so it imports no module of this project
-except jail.py.
+The client, processes.py, starts the server. The server's standard input is a socket to the client.
+The server runs in the virtual environment of the package, where the dependencies of this project
+are not installed. Of this project's modules, the server therefore imports only jail.py.
 
 The server imports all apps once. Then it forks a process for each episode and for each judgement.
-The forked process isolates itself (see jail.py) and exchanges lines of JSON with the client. The
-process of an episode can read the task, but not its ground truth. The process of a judgement can
-read the ground truth, but runs no code written by a model.
+Each forked process isolates itself (see jail.py) and exchanges lines of JSON with the client. The
+process of an episode can read the task, but not the task's ground truth. The process of a judgement
+can read the ground truth, but runs no code written by a model.
 """
 
 import gc
@@ -27,7 +28,7 @@ from pathlib import Path
 
 ROOT = sys.argv[1]
 SECONDS, MEGABYTES, MAX_OUTPUT = map(int, sys.argv[2:])
-os.environ["APPWORLD_ROOT"] = ROOT  # must be set before the package is imported
+os.environ["APPWORLD_ROOT"] = ROOT  # the package reads this variable when it is imported
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -42,15 +43,15 @@ MAX_CALLS = 50  # maximum number of API calls that are reported per reply (our c
 def play(task: str, text: str | None, lines, send) -> None:
     """Runs an episode until there are no more requests.
 
-    First it sends the instruction and the person's name, email address and phone number. Then it
-    answers requests. A request with code executes the code and returns its output. A request to
-    save returns all changes that the episode has made in the apps.
+    The function first sends the instruction and the person's name, email address and phone number.
+    Then it answers two kinds of requests. For {"code": ...}, it executes the code and sends the
+    output. For {"save": true}, it sends all changes that the episode has made in the apps.
 
     Args:
-        task: Id of an AppWorld task. The episode begins in its start state.
-        text: Instruction that replaces the task's own instruction, for a task made in training.
-            None keeps the task's own.
-        lines: Iterator over requests. Each is a line of JSON, {"code": ...} or {"save": true}.
+        task: Id of an AppWorld task. The episode begins in the start state of this task.
+        text: The instruction, if the task was made in training. If `text` is None, the instruction
+            of the AppWorld task is used.
+        lines: Iterator over the requests. Each request is a line of JSON.
         send: Function that sends its keyword arguments as a line of JSON.
     """
     from appworld import AppWorld
@@ -76,10 +77,11 @@ def play(task: str, text: str | None, lines, send) -> None:
 
 
 def record_calls(requester) -> list:
-    """Records all later API calls of a requester of the package.
+    """Patches a `Requester` (the package's class for API calls) to record all its later calls.
 
     Returns:
-        A list, empty at first. Each later call appends ["APP.API", arguments] to it.
+        The list of recorded calls. The list is empty at first. Each later call appends an item
+        ["APP.API", arguments].
     """
     calls = []
     request = requester._request
@@ -99,7 +101,7 @@ def record_calls(requester) -> list:
 
 
 def judge(task: str, changes: dict) -> dict:
-    """Runs the task's own tests on the changes of an episode.
+    """Runs the tests of a task on the changes that an episode has made in the apps.
 
     Returns:
         A dict with `passed`, the number of tests that pass, and `tests`, the number of all tests.
@@ -115,11 +117,12 @@ def compare(task: str, changes: list[dict]) -> dict:
 
     Args:
         task: Id of the task in whose start state both episodes began.
-        changes: The changes of the two episodes. Each is a dict that maps file names to texts.
+        changes: A list with the changes of the first and of the second episode. Changes are a dict
+            that maps file names to texts.
 
     Returns:
-        A dict with `apps` (True if the apps hold the same records after both episodes) and `answer`
-        (True if the two answers match).
+        A dict with `apps` (True if the apps contain the same records after both episodes) and
+        `answer` (True if the two answers match).
     """
     from appworld.apps import get_all_apps
     from appworld.common.utils import do_answers_match
@@ -135,9 +138,9 @@ def compare(task: str, changes: list[dict]) -> dict:
 def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
     """Returns the records in the given apps and the answer, both at the end of an episode.
 
-    The records are a dict that maps each table to a Counter of its rows. The package has a
-    comparison of its own, but it only compares the number of changes and the hashes saved by the
-    episode. Two episodes with the same number of different changes can therefore look the same.
+    The records are a dict that maps each table to a Counter of the table's rows. The package's own
+    comparison is not used, because it only compares the number of changes and the hashes that the
+    episode saved. Two episodes with the same number of different changes would look equal.
     """
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection
@@ -150,12 +153,12 @@ def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[d
             selected = ", ".join(f'"{column}"' for column in sorted(columns))
             rows = model.db.connection.execute(f'SELECT {selected} FROM "{model.__tablename__}"')
             records[f"{app}.{table}"] = Counter(rows)
-    records.pop("supervisor.Task", None)  # this table holds the answer, which is returned below
+    records.pop("supervisor.Task", None)  # this table stores the answer, see below
     return records, json.loads(models.supervisor.Task.first().answer)
 
 
 def write_changes(task: str, name: str, changes: dict) -> str:
-    """Writes the changes of an episode to files in the folder where the package expects them.
+    """Writes the changes of an episode to the folder from which the package reads them.
 
     Returns the path of the folder.
     """
@@ -187,19 +190,20 @@ def warm() -> None:
     requester.build_main_app(tuple(sorted(get_all_apps())))
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)),
                           include_response_schemas=True)
-    # Set and unset the date once. The first time, this inspects all modules and caches the result.
+    # Freeze the clock at an arbitrary date and release it again, because each episode freezes the
+    # clock. Only the first freeze inspects all imported modules. It caches the result.
     frozen = api_lib.set_local_date_and_time(datetime(2024, 1, 1))
     api_lib.unset_local_date_and_time(frozen)
-    # Without this, the first garbage collection in a forked process would write to all objects, so
-    # the kernel would copy all of the shared memory.
+    # Exclude all existing objects from garbage collection. Otherwise the first collection in a
+    # forked process would write to all these objects, and the kernel would copy all shared memory.
     gc.freeze()
 
 
 def visible_paths(task: str | None, truth: bool) -> list[str]:
     """Returns the paths that a forked process can read.
 
-    Every process can read Python's libraries. With a task, the process can also read the data that
-    all tasks share and the data of this task.
+    Every process can read Python's libraries. If `task` is given, the process can also read the
+    data that all tasks share and the data of this task.
 
     Args:
         task: Id of the task, or None.
@@ -218,15 +222,18 @@ def visible_paths(task: str | None, truth: bool) -> list[str]:
 def run_fork(line: int, report: int, do: str, task: str | None) -> None:
     """Does one job in a forked process.
 
-    The process keeps only two sockets to its client, isolates itself, and then does its job.
+    The process first closes all files except two sockets to the client. Then the process isolates
+    itself and does the job.
 
     Args:
         line: File descriptor of the socket for requests and answers.
-        report: File descriptor of the socket on which `jail.enter` reports the end of the process.
+        report: File descriptor of a socket. `jail.enter` sends a message on this socket when the
+            process ends.
         do: The job: "play" (an episode), "judge", "compare" or "check".
         task: Id of the task, or None for "check".
     """
-    # 1. Move `line` to file descriptor 3 and `report` to 4. Connect 0, 1 and 2 to /dev/null.
+    # 1. Move `line` to file descriptor 3 and `report` to file descriptor 4. Redirect file
+    # descriptors 0, 1 and 2 to /dev/null. Close all others.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     jail.die_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -234,7 +241,7 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
         os.dup2(file, target)
     os.closerange(5, 1 << 16)
     lines = socket.socket(fileno=3).makefile("rw")
-    # Read the whole request before anything can fail, because the client cannot receive an error
+    # Read the whole request before anything can fail. The client cannot receive an error message
     # while it is still sending a long request.
     request = json.loads(lines.readline())
 
@@ -264,12 +271,12 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
 def serve() -> None:
     """Forks a process for each job that the client requests. Exits when the client has exited.
 
-    A request is one short packet with the job, and two sockets are attached to the packet. Longer
-    texts are sent over the first of these sockets, because a packet is truncated if it is longer
-    than the receiver's buffer.
+    A request is one short packet that contains the job. Two sockets are attached to the packet.
+    Longer texts are sent over the first socket, because a packet that is longer than the receiver's
+    buffer is truncated.
     """
     warm()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forked processes that end
     client = socket.socket(fileno=0)
     while True:
         request, files, _, _ = socket.recv_fds(client, 1 << 16, 2)

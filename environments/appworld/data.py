@@ -16,12 +16,12 @@ from common.settings import UsageError
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = "appworld==0.1.3.post1"  # pinned, because other versions come with different data
-# Virtual environment of the package, created by run.sh. It is separate because the package pins
-# versions of libraries that conflict with this project.
+# Virtual environment of the package, created by run.sh. The environment is separate, because the
+# package pins library versions that conflict with those of this project.
 VENV = PROJECT / ".venv-appworld"
 SOURCES = ("small.py", "families.py")  # files that define the small AppWorld
 SMALL_SPLITS = ("train", "validation", "test", "unseen")
-# Maps each split of the official data to the name of its file with task ids
+# Maps each split of the official data to the name of the file that lists the split's task ids
 OFFICIAL = {"train": "train", "validation": "dev", "test_normal": "test_normal",
             "test_challenge": "test_challenge"}
 MAX_REPLIES = 30  # maximum number of replies per episode [AgentEvolver]
@@ -42,8 +42,8 @@ def interpreter() -> str:
 def small_appworld() -> Path:
     """Returns the folder of the small AppWorld. The folder is created on first use.
 
-    The folder's name contains a hash of the package's version and of the files in SOURCES. After
-    any change to them, a new folder is created.
+    The folder's name contains a hash of the package's version and of the files in SOURCES. If the
+    version or one of these files changes, a new folder is created.
     """
     here = Path(__file__).parent
     sources = [PACKAGE.encode(), *((here / name).read_bytes() for name in SOURCES)]
@@ -61,8 +61,8 @@ def small_appworld() -> Path:
 def checked_path(folder: Path) -> Path:
     """Returns `folder`, or raises UsageError if its path contains "memory".
 
-    With this word in the path of a database, the package creates the database in memory instead of
-    reading the file.
+    If the path of a database contains this word, the package creates a database in memory instead
+    of reading the file.
     """
     if "memory" in str(folder):
         raise UsageError(f"appworld: {folder} has 'memory' in its path, which the package takes "
@@ -91,8 +91,8 @@ def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
     """Reads the task ids of all splits.
 
     Returns:
-        A dict that maps each split to its tasks. The tasks are a dict that maps each task id to
-        {"start": task id}, in the order of the file of task ids.
+        A dict that maps each split to a dict of tasks. The dict of tasks maps each task id to
+        {"start": task id}. The order of the tasks is that of the split's file of task ids.
 
     Raises:
         UsageError: A file of the data is missing.
@@ -118,7 +118,7 @@ def existing(root: Path, name: str) -> Path:
 
 
 def solution(root: Path, key: str) -> list[str]:
-    """Returns the code of a task's official solution, split into `parts`.
+    """Returns the code of a task's official solution, split by the function `parts`.
 
     Raises UsageError if the task has no solution.
     """
@@ -132,9 +132,10 @@ def solution(root: Path, key: str) -> list[str]:
 def parts(source: str) -> list[str]:
     """Splits the code of a solution into parts. The expert sends one part per reply.
 
-    `source` defines the function `solution`, and the body of this function is split. Each part has
-    one top-level statement that calls APIs, such as an assignment or a whole loop. If there are
-    more than MAX_REPLIES parts, consecutive parts are joined.
+    `source` defines the function `solution`, and the body of this function is split. Each part
+    contains one top-level statement that calls APIs, such as an assignment or a whole loop, and
+    neighbouring statements that call no API. If there are more than MAX_REPLIES parts, consecutive
+    parts are joined.
     """
     module = ast.parse(source)
     function = next(node for node in module.body if isinstance(node, ast.FunctionDef))
@@ -151,8 +152,8 @@ def parts(source: str) -> list[str]:
 
 
 def calls_in(tree: ast.AST) -> list[str]:
-    """Returns the name "APP.API" of each API call in a piece of code, in the order of the source
-    text."""
+    """Returns the name "APP.API" of each API call in a syntax tree, in the order of the source
+    code."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -165,16 +166,16 @@ def calls_in(tree: ast.AST) -> list[str]:
 def specs(root: Path, key: str) -> dict:
     """Returns the specification of a task.
 
-    `instruction` is the text of the task. `supervisor` has the data of the person who asks.
+    `instruction` is the text of the task. `supervisor` is a dict with the data of the person who
+    gives the instruction, such as name and email address.
     """
     return json.loads((root / "data/tasks" / key / "specs.json").read_text())
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:
-    """Returns the changes that lead from the databases shared by all tasks to a task's start state.
+    """Returns the changes that turn the databases shared by all tasks into a task's start state.
 
-    The changes have the same form as the changes of an episode: a dict that maps file names to
-    texts.
+    Like the changes of an episode, these changes are a dict that maps file names to texts.
     """
     folder = root / "data/tasks" / key / "dbs"
     return {file.name: file.read_text() for file in sorted(folder.iterdir())}

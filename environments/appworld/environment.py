@@ -31,13 +31,13 @@ FORM = "There is no block of code, ```python ... ```, in this reply."
 class AppWorld(Environment):
     """The tasks of the official AppWorld, or of a small AppWorld in the same format.
 
-    A task comes with tests that check the final state of the apps. At the end of an episode, the
-    reward is 1 if all tests pass, and otherwise 0. With appworld_reward="tests", the reward is the
+    Each task has tests that check the final state of the apps. At the end of an episode, the reward
+    is 1 if all tests pass, and otherwise 0. With appworld_reward="tests", the reward is the
     fraction of tests that pass.
 
-    A task made in training has two tests. One compares the apps with their state after the task's
-    own solution, and the other one compares the answers. If the agent's code kills its process or
-    exceeds the time limit, the episode ends with reward 0.
+    A task made in training has two tests. One test compares the final state of the apps with their
+    state after the task's solution. The other test compares the two answers. If the agent's code
+    kills its process or exceeds the time limit, the episode ends with reward 0.
 
     Args:
         view: "full" or "short". Both views show the same text.
@@ -52,7 +52,9 @@ class AppWorld(Environment):
     def __init__(self, view: str = "full", appworld_root: str | None = None,
                  appworld_reward: str = "all"):
         super().__init__(view)
-        self.prompt = PROMPT  # for both views, because the tiny model is never used with AppWorld
+        # The short view also has the prompt. Only the tiny model needs a view without a prompt, and
+        # the tiny model is never used with AppWorld.
+        self.prompt = PROMPT
         python = data.interpreter()
         folder = Path(appworld_root).resolve() if appworld_root else data.small_appworld()
         root = data.checked_path(folder)
@@ -69,7 +71,7 @@ class AppWorld(Environment):
         self.close()
         self._task = task
         self._replies = 0
-        self.changes = None  # set to the changes in the apps when the episode ends
+        self.changes = None  # the changes in the apps, stored when the episode ends
         self._episode = self.judge.start_episode(task)
         owner = self._episode.owner
         return (f"I am {owner['first_name']} {owner['last_name']}; my email address is "
@@ -111,7 +113,7 @@ class AppWorld(Environment):
         self._episode = None
 
     def solution(self, task: dict) -> list[str]:
-        """Returns the code of a task's solution, as one item for each reply."""
+        """Returns the code of a task's solution, as a list with one item for each reply."""
         return task["code"] if "code" in task else data.solution(self.judge.root, task["start"])
 
 

@@ -1,7 +1,9 @@
-"""The task families of the small AppWorld. Each is a function that draws a task for a person.
+"""The task families of the small AppWorld. A family is a function that returns a random task for a
+given person.
 
-A person is a dict with the contacts, alarms and notes that `small.py` has recorded in the apps. The
-code of a solution is a list of steps with one call each, one reply per step.
+A person is a dict. It contains the contacts, alarms and notes that `small.py` has created in the
+person's apps. The solution of a task is a list of steps. A step is the code of one reply and makes
+one API call.
 """
 
 import random
@@ -24,15 +26,16 @@ LINES = ("bring two blankets", "ask about the ladder", "order it before Friday",
 
 @dataclass
 class Draft:
-    """A task before its files are written.
+    """A task whose files have not been written yet.
 
     Attributes:
         text: The instruction.
         apps: Apps that the solution uses.
-        steps: Code of the solution, one item per reply.
-        wants: Changes that the solution must make: table -> `added`, a list of the fields of each
-            new record, or `updated`, id -> new fields.
-        answer: Answer to give, or None.
+        steps: Code of the solution, as a list with one item for each reply.
+        wants: Changes that the solution must make, as a dict that maps tables to changes. The
+            changes in a table are {"added": [fields of a new record, ...]} or
+            {"updated": {id of a record: its new fields}}.
+        answer: The correct answer, or None if the task needs no answer.
     """
     text: str
     apps: list[str]

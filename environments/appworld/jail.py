@@ -22,37 +22,38 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
 DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # options of prctl
 # Limits of an isolated process (our choice)
-SIZE = 128 << 20      # maximum size in bytes of its writable folders together, and of each file
-MAX_FILES = 10_000    # maximum number of files and folders in its writable folders
+SIZE = 128 << 20      # maximum size of a file, and of all files in writable folders, in bytes
+MAX_FILES = 10_000    # maximum number of files and folders in writable folders
 MAX_OPEN = 256        # maximum number of open files
 MAX_THREADS = 200     # maximum number of threads
 FIRST_USER = 60_000   # the first of 4,000 user ids that Linux systems leave unused
 
 NOT_EQUAL, MASKED = 1, 7  # libseccomp's comparisons of an argument
-INT = 0xFFFFFFFF          # mask of the lower 32 bits, if the kernel reads an argument as an int
-# System calls that the filter makes fail. An item is (name,) if every such call fails. It is (name,
-# index of an argument, comparison, value, value) if the call fails only for some values of this
-# argument: those that differ from the first value (NOT_EQUAL), or those that equal the second value
-# after & with the first value (MASKED).
+INT = 0xFFFFFFFF          # mask of the lower 32 bits, for arguments that the kernel reads as int
+# The filter makes these system calls fail. An item (name,) makes all calls of `name` fail. An item
+# (name, index, comparison, a, b) makes a call of `name` fail if the call's argument x at this index
+# satisfies the comparison. NOT_EQUAL is the comparison x != a. MASKED is (x & a) == b.
 DENIED = (
     # calls that start processes, or that access other processes and their namespaces
     ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
-    ("clone", 0, MASKED, 0x10000, 0),            # fails unless it starts a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # fails, because `die_with_parent` must stay set
-    # calls that install another filter, which could kill one thread while other threads wait for it
+    ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keep the effect of `die_with_parent`
+    # calls that install another filter. That filter could kill one thread, and the other threads
+    # would wait for the killed thread.
     ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
     ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
-    # calls that allocate memory that does not count towards the limit of the address space
+    # calls that allocate memory outside the address space. The memory limit ignores such memory.
     ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
-    # calls that store keys in the kernel, where the keys remain after the process has ended
+    # calls that store keys in the kernel. These keys remain after the process has ended.
     ("add_key",), ("request_key",), ("keyctl",),
     # calls that use kernel interfaces with a large attack surface
     ("bpf",), ("perf_event_open",), ("userfaultfd",),
-    # calls that change resource limits. With a low limit, the agent's code could make the kernel
-    # kill the process, and the kill would count as one from outside. Reading limits is allowed.
+    # calls that change resource limits. If the agent's code could set a low limit, the kernel would
+    # send SIGKILL to the process. This end would look like a kill from outside, and not like a
+    # failure of the agent's code. Calls that only read limits are allowed.
     ("setrlimit",), ("prlimit64", 2, NOT_EQUAL, 0, 0))
-# Numbers of newer system calls, which are the same on all architectures. All of these calls fail.
-# Libraries then use older calls instead.
+# Numbers of newer system calls, which are the same on all architectures. The filter makes all of
+# these calls fail with ENOSYS, so that libraries use older calls instead.
 NEWER = range(424, 600)
 
 
@@ -60,27 +61,28 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
     """Continues the program in a new, isolated process.
 
     This function returns only in the new process. The calling process waits until the new process
-    ends, and then exits.
+    ends, and then exits without returning.
 
     Args:
         visible: Files and folders that the new process can read, under the same paths.
         own: Folders to which the new process can write. They are empty at first.
         megabytes: Maximum address space of the new process, in MiB.
         report: File descriptor to which the calling process writes "ended" when the new process
-            ends. It writes nothing if SIGKILL ended the new process, because this signal comes from
-            outside. All higher file descriptors must be closed.
+            ends. If SIGKILL ended the new process, nothing is written. The reader of `report` then
+            recognises a kill from outside. File descriptors above `report` must be closed.
 
     Raises:
-        OSError: The machine does not allow one of the steps.
+        OSError: The machine does not allow one of the steps of the isolation.
     """
     user = FIRST_USER + os.getpid() % 4_000 if os.geteuid() == 0 else None
     seccomp = ctypes.CDLL("libseccomp.so.2")
     separate(user is not None)
-    die_with_parent()  # set the option again, because entering a user namespace has cleared it
+    # Repeat this call, because entering a user namespace has cleared the setting of the first call.
+    die_with_parent()
     build_root(visible, own, user)
     if process := os.fork():
-        # Close this process's copies of the sockets. Otherwise the client would not notice when the
-        # new process closes them.
+        # Close the calling process's copies of the sockets. Otherwise the client would not notice
+        # that the new process has closed the sockets.
         os.closerange(0, report or 1 << 16)
         _, status = os.waitpid(process, 0)
         if report and status != 9:
@@ -88,7 +90,9 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
         os._exit(0)
     if report:
         os.close(report)
-    os.setsid()  # a new process group, so that a signal to the group cannot reach other episodes
+    # Start a new process group. A signal that the agent's code sends to its process group then
+    # reaches no other episode.
+    os.setsid()
     set_limits(megabytes, user)
     drop_privileges(user)
     die_with_parent()
@@ -124,16 +128,16 @@ def separate(root: bool) -> None:
 
 
 def build_root(visible: list[str], own: list[str], user: int | None) -> None:
-    """Replaces the root folder with a new one that holds only the given paths.
+    """Replaces the root folder with a new folder that contains only the given paths.
 
     Args:
         visible: Files and folders that are mounted read-only.
         own: Folders that are created empty and writable.
         user: User id of the owner of the folders in `own`, or None for the current user.
     """
-    # The new root directory is built on a tmpfs that is mounted over /proc. /proc is free for this,
-    # because none of the paths that stay visible inside the jail is below it. Other processes keep
-    # the real /proc, because this process has its own mount namespace.
+    # The new root folder is a tmpfs that is mounted over /proc. The mount hides nothing that the
+    # process needs, because no visible path is below /proc. Other processes still see the real
+    # /proc, because this process has its own mount namespace.
     base = "/proc"
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
     limits = f"size={SIZE},nr_inodes={MAX_FILES},mode=755"
@@ -146,12 +150,13 @@ def build_root(visible: list[str], own: list[str], user: int | None) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
         call("mount", path, target, None, BIND, None)
-        # Keep the flag noexec if it is set, because a user namespace must not clear it.
+        # Keep the flag noexec, because a remount in a user namespace must not clear this flag.
         no_exec = os.statvfs(path).f_flag & NO_EXEC
         flags = REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | no_exec
         call("mount", None, target, None, flags, None)
     for path in own:
-        os.makedirs(base + path, exist_ok=True)  # it exists if a visible path lies in it
+        # exist_ok: the folder already exists if it contains a visible path.
+        os.makedirs(base + path, exist_ok=True)
         if user is not None:
             os.chown(base + path, user, user)
     os.mkdir(f"{base}/old")
@@ -165,8 +170,9 @@ def set_limits(megabytes: int, user: int | None) -> None:
     limits = {resource.RLIMIT_AS: megabytes << 20, resource.RLIMIT_FSIZE: SIZE,
             resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN}
     version = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
-    # Before Linux 5.14, RLIMIT_NPROC also counts the user's processes outside of the namespace. The
-    # limit is then set only for an otherwise unused user.
+    # On Linux before 5.14, RLIMIT_NPROC also counts processes of the same user outside the
+    # namespace. On such a kernel, the number of threads is limited only if the process gets a user
+    # id of its own.
     if user is not None or tuple(map(int, version)) >= (5, 14):
         limits[resource.RLIMIT_NPROC] = MAX_THREADS
     for kind, value in limits.items():
@@ -174,9 +180,9 @@ def set_limits(megabytes: int, user: int | None) -> None:
 
 
 def drop_privileges(user: int | None) -> None:
-    """Drops all capabilities of the process. If `user` is not None, switches to this user id."""
+    """Drops all capabilities of the process, and switches to the user id `user` if it is given."""
     for capability in range(64):
-        LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # fails for numbers without a capability
+        LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # fails for unused capability numbers
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -187,12 +193,13 @@ def drop_privileges(user: int | None) -> None:
 def filter_calls(seccomp: ctypes.CDLL) -> None:
     """Installs the seccomp filter for system calls.
 
-    After this, the process can start threads but no processes, and cannot open network sockets.
+    With the filter, the process can start threads but no processes, and cannot open network
+    sockets.
     libseccomp also sets no_new_privs, so the process cannot gain privileges.
 
-    A system call with the numbers of another architecture (32-bit or x32) kills the whole process.
-    By default, libseccomp kills only the calling thread, and the other threads then wait for that
-    thread until the time limit.
+    If the process makes a system call of another architecture (32-bit or x32), the filter kills the
+    whole process. By default, libseccomp kills only the calling thread. The other threads would
+    then wait for this thread until the time limit.
     """
     allow, deny, kill_process, other_architecture = 0x7FFF0000, 0x50000, 0x80000000, 2
     seccomp.seccomp_init.restype = ctypes.c_void_p

@@ -10,16 +10,16 @@ from envs import EnvError
 
 @dataclass
 class Trace:
-    """The record of a solution that was run part by part.
+    """The results of running a solution part by part.
 
     Attributes:
         outputs: The printed output of each part.
         calls: One list per part, with the API calls of the part. A call is ["APP.API", arguments].
-        changed: One bool per part, True if the part changed the apps.
+        changed: One bool per part. It is True if the part changed the apps.
         changes: All changes in the apps at the end, as a dict that maps file names to texts.
         done: True if the solution completed the task.
         process_error: None if the whole solution was run. Otherwise the reason why the process
-            ended early. In this case the result of the solution is unknown.
+            ended early. The result of the solution is then unknown.
     """
     outputs: list[str] = field(default_factory=list)
     calls: list[list] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Trace:
 
 
 class Judge:
-    """Runs solutions, and judges and compares the final states of episodes.
+    """Runs solutions, judges the final state of an episode, and compares two final states.
 
     Each of these jobs runs in a separate, isolated process.
 
@@ -42,7 +42,7 @@ class Judge:
     def __init__(self, python: str, root: Path):
         self.python = python
         self.root = root
-        self._traces = {}  # maps each task made in training to the trace of its own solution
+        self._traces = {}  # maps each task made in training to the trace of the task's solution
 
     def start_episode(self, task: dict) -> Episode:
         return Episode(server(self.python, self.root), task["start"], task.get("text"))
@@ -50,7 +50,7 @@ class Judge:
     def trace(self, task: dict, code: list[str]) -> Trace:
         """Runs the parts of a solution in a new episode, and returns a trace of the run.
 
-        It stops after the part that completes the task.
+        The run stops after the part that completes the task.
         """
         trace = Trace()
         episode = self.start_episode(task)
@@ -76,12 +76,12 @@ class Judge:
         """Compares the final states of two episodes that began in the same start state.
 
         Args:
-            start: Id of the task whose start state this is.
+            start: Id of the task that has this start state.
             first: The changes that one episode has made in the apps.
             second: The changes that the other episode has made.
 
         Returns:
-            A dict with `apps` (True if the apps hold the same records) and `answer` (True if the
+            A dict with `apps` (True if the apps contain the same records) and `answer` (True if the
             two answers match). If the comparison fails, a dict with `error` instead.
         """
         return server(self.python, self.root).run_once("compare", start, changes=[first, second])
@@ -89,8 +89,8 @@ class Judge:
     def share(self, task: dict, changes: dict[str, str]) -> float:
         """Returns the fraction of a task's tests that pass after an episode.
 
-        A task made in training has two tests. They compare the apps and the answer at the end of
-        the episode with the apps and the answer after the task's own solution.
+        A task made in training has two tests. One test compares the final state of the apps with
+        their state after the task's solution. The other test compares the two answers.
 
         Args:
             task: The task.
@@ -103,8 +103,9 @@ class Judge:
         result = test(task, changes)
         if "error" not in result:
             return result["passed"] / result["tests"]
-        # There are two possible causes. If the package cannot read the changes, the episode has
-        # failed. If judging does not work on this machine, it also fails for the start state.
+        # The test has returned an error. To find the cause, run the test on the unchanged start
+        # state. If this run also returns an error, judging does not work on this machine. Otherwise
+        # the package cannot read the agent's changes, so the episode has failed.
         result = test(task, data.start_changes(self.root, task["start"]))
         if "error" in result:
             raise EnvError(f"appworld: {task['start']} can't be judged: {result['error']}")
@@ -117,13 +118,15 @@ class Judge:
         key = repr(task)
         if key not in self._traces:
             trace = self.trace(task, task["code"])
-            if trace.process_error is not None:  # not the agent's fault; the machine may be busy
+            # The error is not caused by the agent, because only the task's solution was run. The
+            # machine may be overloaded.
+            if trace.process_error is not None:
                 raise EnvError(
                     f"appworld: the code of a task made on {task['start']} did not run to its end: "
                     f"{trace.process_error}; give fewer --slots, or --verify true")
             self._traces[key] = trace
         if not self._traces[key].done:
-            return dict(passed=0, tests=2)  # can happen if new tasks are not verified
+            return dict(passed=0, tests=2)  # the solution of an unverified task may be wrong
         result = self.compare(task["start"], self._traces[key].changes, changes)
         if "error" in result:
             return result
@@ -131,9 +134,9 @@ class Judge:
 
 
 def changes_of_apps(changes: dict[str, str]) -> dict[str, str]:
-    """Returns the changes without those in the app "supervisor".
+    """Returns the changes in all apps except "supervisor".
 
-    This app holds the status and the answer of the task.
+    The app "supervisor" stores the status and the answer of the task.
     """
     return {file: text for file, text in changes.items()
             if file.endswith(".jsonl") and file != "supervisor.jsonl"}

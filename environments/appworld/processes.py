@@ -18,23 +18,23 @@ from common.settings import UsageError
 from envs import EnvError
 
 # All limits are our choice.
-SECONDS = 20          # time limit of the code in one reply
+SECONDS = 20          # time limit of the code in one reply, in seconds
 MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
-GRACE_SECONDS = 5     # the process is killed this many seconds after the time limit
+GRACE_SECONDS = 5     # seconds from the time limit of the code until the process is killed
 START_SECONDS = 900   # time limit for starting the server, a forked process or an episode
-JUDGE_SECONDS = 120   # time limit of a judgement, which executes SQL that an episode has saved
-MAX_ANSWER = 16 << 20  # maximum size of an answer in bytes; it may hold all changes of an episode
+JUDGE_SECONDS = 120   # time limit of a judgement, because it executes SQL saved by an episode
+MAX_ANSWER = 16 << 20  # maximum size of an answer in bytes, such as all changes of an episode
 MAX_OUTPUT = 20_000   # maximum number of characters of an observation
 
 
 class ProcessEnded(Exception):
-    """Raised if an isolated process has ended or exceeded its time limit because of its code."""
+    """Raised if the code in an isolated process ends the process or exceeds the time limit."""
 
 
 class Server:
     """The server process that has imported the package appworld, see child.py.
 
-    All AppWorld environments in this process share one server.
+    All AppWorld environments that use the same data folder in this process share one server.
 
     Args:
         python: Path of the Python interpreter that has the package appworld.
@@ -57,7 +57,7 @@ class Server:
                 cwd="/", start_new_session=True,
                 # HOME is set because some users have no home folder.
                 env={"TZ": "UTC", "PYTHONHASHSEED": "0", "HOME": "/"})
-        answer = self.run_once("check", None)  # waits until the server has imported the package
+        answer = self.run_once("check", None)  # returns after the server has imported the package
         if "error" in answer:
             self.end()
             raise UsageError(
@@ -168,7 +168,7 @@ class IsolatedProcess:
     def _was_killed(self) -> bool:
         """Returns True if the process was killed from outside.
 
-        If a process ends in another way, `jail.enter` reports its end.
+        If the process ends in another way, `jail.enter` sends a report.
         """
         self._report.settimeout(1.0)
         try:
@@ -191,7 +191,7 @@ class CodeResult:
     """The result of the code in one reply."""
     output: str
     done: bool   # True if the task is completed
-    calls: list  # the API calls of the code, each ["APP.API", arguments]
+    calls: list  # the API calls of the code, each as ["APP.API", arguments]
 
 
 class Episode(IsolatedProcess):
@@ -199,9 +199,9 @@ class Episode(IsolatedProcess):
 
     Args:
         server: The server that forks the process.
-        start: Id of an AppWorld task. The episode begins in its start state.
-        text: Instruction that replaces the task's own instruction, for a task made in training.
-            None keeps the task's own.
+        start: Id of an AppWorld task. The episode begins in the start state of this task.
+        text: The instruction, if the task was made in training. If `text` is None, the instruction
+            of the AppWorld task is used.
 
     Attributes:
         text: The instruction of the episode.
@@ -227,7 +227,9 @@ class Episode(IsolatedProcess):
         Raises ProcessEnded if the code ends the process or exceeds the time limit.
         """
         answer = self.request(self.seconds, code=code)
-        if "output" not in answer:  # the code has damaged the package's data in this process
+        # An answer without output means that the agent's code has damaged the package's data in the
+        # isolated process.
+        if "output" not in answer:
             self.end()
             raise ProcessEnded(str(answer.get("error"))[:500])
         # The agent's code could have sent this answer itself, so check the type of each value.
@@ -239,8 +241,7 @@ class Episode(IsolatedProcess):
     def changes(self) -> dict[str, str]:
         """Returns all changes that the episode has made in the apps so far.
 
-        The changes are a dict that maps the names of the files that the package saves to their
-        texts.
+        The package saves the changes as files. The dict maps the name of each file to its text.
         """
         changes = self.request(self.seconds, save=True).get("changes")
         files = changes if isinstance(changes, dict) else {}
@@ -261,7 +262,7 @@ _lock = threading.Lock()
 def server(python: str, root: Path) -> Server:
     """Returns the server that this process uses for a data folder.
 
-    The server is started on first use, and again if it has ended.
+    The server is started on first use, and restarted if it has ended.
     """
     key = os.getpid(), python, root
     with _lock:

@@ -1,10 +1,13 @@
-"""Makes the small AppWorld, in AppWorld's own format: `python small.py FOLDER`.
+"""Creates the data of the small AppWorld in the format of the official AppWorld data.
 
-It runs under the interpreter that has the package, and imports nothing of this project but
-`families.py`. Two runs make the same files.
+    python small.py FOLDER
 
-Twelve people sign up at three apps and record contacts, notes and alarms, all through the apps'
-public APIs. Only the records of a task's owner are written directly, since no API writes them.
+The script must run in the virtual environment of the package appworld. The script imports only
+`families.py` from this project. Every run creates identical files.
+
+Twelve people sign up for three apps and create contacts, notes and alarms, all by calling the apps'
+public APIs. Only the records about a task's owner (the person who gives the instruction) are
+written directly to a database, because no API creates these records.
 """
 
 import json
@@ -17,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 FOLDER = Path(sys.argv[1]).resolve()
-os.environ["APPWORLD_ROOT"] = str(FOLDER)  # the package reads it when it is imported
+os.environ["APPWORLD_ROOT"] = str(FOLDER)  # the package reads this variable when it is imported
 sys.path.insert(0, str(Path(__file__).parent))
 warnings.filterwarnings("ignore")
 
@@ -32,13 +35,13 @@ from families import HOURS, IDEAS, JOBS, LINES, SEEN, UNSEEN, Draft  # noqa: E40
 
 PEOPLE = ("Ada Quist", "Bela Norr", "Cleo Varga", "Dina Holt", "Emil Sato", "Fay Lund",
           "Gus Perrin", "Hana Brook", "Ivo Castell", "Jun Madsen", "Kira Fenn", "Leo Tamm")
-FIELDS = ("first_name", "last_name", "email", "phone_number")  # of a contact, and of an owner
+FIELDS = ("first_name", "last_name", "email", "phone_number")  # fields of a contact and an owner
 HOME = ":memory:small"
-RECORDED = datetime(2024, 2, 1, 9)  # the time of all contacts, notes and alarms
-TODAY = datetime(2024, 3, 4, 10)    # the time of the tasks
-SCENARIOS = {  # split -> (task families, number of scenarios of each family)
+RECORDED = datetime(2024, 2, 1, 9)  # the time at which contacts, notes and alarms are created
+TODAY = datetime(2024, 3, 4, 10)    # the current time in all tasks
+SCENARIOS = {  # maps each split to its task families and the number of scenarios per family
     "train": (SEEN, 6), "validation": (SEEN, 3), "test": (SEEN, 3), "unseen": (UNSEEN, 7)}
-VARIANTS = 3  # tasks per scenario, as in the official data
+VARIANTS = 3  # number of tasks per scenario, as in the official data
 EVALUATION = '''\
 import json
 
@@ -76,15 +79,21 @@ TESTS = re.findall(r'with test\("(.+)"\)', EVALUATION)
 
 
 def sign_up(call, name: str, number: int) -> dict:
-    """Signs a person up at the apps and logs in. The note app confirms its account by email.
+    """Creates a person's accounts in the apps and logs in.
+
+    The note app sends a verification code by email.
 
     Args:
-        call: Function that calls an API: app, name of the API, arguments.
+        call: Function that calls an API. Its arguments are the name of the app, the name of the
+            API, and the arguments of the API as keyword arguments.
         name: First and last name.
-        number: Number of the person, which the phone number and the passwords contain.
+        number: Number of the person, different for each person. The phone number and the passwords
+            contain this number.
 
     Returns:
-        The person: names, email, phone_number, passwords and tokens (app -> text).
+        The person, as a dict with `first_name`, `last_name`, `email`, `phone_number`, `passwords`
+        and `tokens`. `passwords` maps each app to a password, and `tokens` maps each app to an
+        access token.
     """
     first, last = name.split()
     person = dict(first_name=first, last_name=last, phone_number=f"555{number:07}",
@@ -106,13 +115,14 @@ def sign_up(call, name: str, number: int) -> dict:
 def emailed_code(call, token: str) -> str:
     """Returns the verification code in the newest email."""
     threads = call("gmail", "show_inbox_threads", access_token=token)
-    newest = max(thread["email_thread_id"] for thread in threads)  # all emails have the same time
+    # Select the newest email by its id, because all emails have the same time.
+    newest = max(thread["email_thread_id"] for thread in threads)
     answer = call("gmail", "show_thread", access_token=token, email_thread_id=newest)
     return re.search(r"code is: (\S+)", answer["emails"][-1]["body"])[1]
 
 
 def add_records(call, person: dict, people: list[dict], rng: random.Random) -> None:
-    """Creates contacts, alarms and notes of a person in the apps, and adds them to the dict."""
+    """Creates a person's contacts, alarms and notes in the apps, and adds them to `person`."""
     person |= dict(contacts=[], alarms=[], notes=[])
 
     def create(kind: str, app: str, api: str, **row) -> None:
@@ -132,14 +142,17 @@ def add_records(call, person: dict, people: list[dict], rng: random.Random) -> N
 
 
 def write(path: Path, content) -> None:
-    """Writes content to a file, as JSON if its name ends so."""
+    """Writes `content` to a file. If the file name ends in .json, `content` is written as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) if path.suffix == ".json" else content)
 
 
 def write_task(data: Path, id: str, person: dict, draft: Draft) -> None:
-    """Writes a task: its start state with its owner's records, its text, tests and solution."""
-    CachedDBHandler.reset("/supervisor.db")  # forget the owner of the task before
+    """Writes the files of a task: the start state, the instruction, the tests and the solution.
+
+    The start state contains the records about the task's owner.
+    """
+    CachedDBHandler.reset("/supervisor.db")  # remove the owner of the previous task
     models = ModelCollection.load(HOME, str(data / "base_dbs"), get_all_apps())
     supervisor = models.supervisor
     fields = {name: person[name] for name in FIELDS}
@@ -156,11 +169,12 @@ def write_task(data: Path, id: str, person: dict, draft: Draft) -> None:
         db_version=DB_VERSION))
     steps = "\n".join(draft.steps).replace("\n", "\n    ")
     for want in draft.wants.values():
-        if "updated" in want:  # the keys of a JSON object cannot be numbers
+        if "updated" in want:  # stored as a list, because keys of a JSON object cannot be numbers
             want["updated"] = sorted(want["updated"].items())
     truth = {"public_data": {}, "private_data": dict(wants=draft.wants), "answer": draft.answer,
              "required_apps": draft.apps, "api_calls": [],
-             # If a count is missing, the package needs a formatter that it does not install.
+             # Write all counts of the metadata. If the number of code lines is missing, the package
+             # computes it with the code formatter black, which the package does not install.
              "metadata": dict(mode="full", difficulty=1, num_apps=len(draft.apps),
                               num_apis=len(draft.steps), num_api_calls=len(draft.steps),
                               num_solution_code_lines=len(draft.steps)),
@@ -173,7 +187,7 @@ def write_task(data: Path, id: str, person: dict, draft: Draft) -> None:
 
 
 def write_documents(data: Path) -> None:
-    """Writes the documents of all APIs, which the package generates from its code."""
+    """Writes the documentation of all APIs, generated by the package from the code of the APIs."""
     names = tuple(get_all_apps(skip_admin=True))
     for app, documents in ApiDocCollection.build(names).items():
         marked = {api: document | dict(canary_string="") for api, document in documents.items()}
@@ -181,7 +195,10 @@ def write_documents(data: Path) -> None:
 
 
 def drafts(people: list[dict], rng: random.Random):
-    """Yields (split, id, person, draft) of all tasks. No person has the same instruction twice."""
+    """Yields (split, id, person, draft) for each task.
+
+    Two tasks of the same person always have different instructions.
+    """
     drawn = set()
     for split, (families, scenarios) in SCENARIOS.items():
         for family in families:
@@ -202,7 +219,7 @@ def make(data: Path) -> None:
     models = ModelCollection.load(HOME, HOME, get_all_apps(), create_db=True)
     requester = Requester(HOME, HOME, RECORDED, load_apps=get_all_apps(), raise_on_failure=True)
     call = requester.request
-    # The account from which verification codes are emailed
+    # Create the email account from which the note app sends verification codes.
     CompanyNotifier("Simple Note").create_accounts(on_phone=False)
     people = [sign_up(call, name, number) for number, name in enumerate(PEOPLE, 1)]
     for person in people:

@@ -1,8 +1,8 @@
 """Makes new tasks for AppWorld from code that an agent ran in a training task's start state.
 
-The solution of the new task is the code of an episode up to one of the replies. The text of the new
+The solution of the new task is the code of an episode up to a chosen reply. The text of the new
 task is written by an explorer model or generated from a template. The template lists each API call,
-so its tasks are easier than tasks written by people.
+so tasks from the template are easier than tasks written by people.
 """
 
 import ast
@@ -21,7 +21,7 @@ DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
 SECRETS = ("access_token", "password", "username")
 COMMON = ("login", "show_account_passwords", "complete_task")  # APIs that most solutions call
-FAILED = "Execution failed"  # the output of code begins with this if the code raises an error
+FAILED = "Execution failed"  # start of the output if the code raises an error
 
 
 class TaskGenerator:
@@ -34,7 +34,7 @@ class TaskGenerator:
     Args:
         env: The environment AppWorld.
     """
-    # Describes a task in the prompt of an explorer model
+    # Description of a task in the prompt of an explorer model
     form = ("A task is what a person asks for, in one message that holds every value that is "
             "needed but names no interface. Its actions are blocks of Python, ```python ... ```, "
             "that do it from the start, logins too; the last one calls "
@@ -48,7 +48,7 @@ class TaskGenerator:
                              for start in starts}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the names of the APIs that the replies call, and the pairs of consecutive
+        """Returns the names of the APIs that the replies call, and all pairs of consecutive
         names."""
         names = [name for code in codes(replies) for name in calls_of(code)]
         return with_pairs(names)
@@ -56,8 +56,8 @@ class TaskGenerator:
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes a candidate from an episode, with a text generated from the template.
 
-        The solution is the code that ran without an error. It ends with a randomly chosen reply
-        that changed something in the apps.
+        The function randomly chooses a reply that changed something in the apps. The solution is
+        the code of the replies up to this reply, without code that raised an error.
 
         Args:
             task: Id of the episode's task.
@@ -92,7 +92,7 @@ class TaskGenerator:
                 blocks of its solution).
 
         Returns:
-            The candidate, or None if there are no blocks or if one of them is not valid Python.
+            The candidate, or None if there are no blocks or if a block is not valid Python.
         """
         parts = [code_of(text) or text for text in proposal["action_sequence"]]
         if not parts or None in map(tree_of, parts):
@@ -104,7 +104,8 @@ class TaskGenerator:
     def key(self, task: dict) -> str:
         """Returns a key that is the same for equivalent tasks.
 
-        The key consists of the start state and the solution's code with its variables renamed.
+        The key consists of the start state and the solution's code. The variables in this code are
+        renamed to name0, name1 and so on.
         """
         tree, names = tree_of("\n".join(task.get("code", ()))), {}
         for node in ast.walk(tree):
@@ -113,9 +114,10 @@ class TaskGenerator:
         return f"{task['start']} {ast.unparse(tree)}"
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if the text of a task reveals its solution.
+        """Returns True if the text of a task reveals the task's solution.
 
-        The text reveals it if it contains code of the solution or a call of one of its APIs.
+        A text reveals the solution if the text contains code of the solution, or a call of an API
+        that the solution calls.
         """
         code = "\n".join(codes(solution))
         literals = [value for value in literals_of(code) if isinstance(value, str)]
@@ -124,13 +126,16 @@ class TaskGenerator:
             for name in calls_of(code))
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why a candidate must not become a task, or None if it can."""
+        """Returns the reason why a task must not be added to the run's tasks, or None if there is
+        no such reason."""
         code = task["code"]
         if task["start"] not in self.env.splits["train"]:
             return f"{task['start']!r} is no start state of a training task"
         if not 1 < len(code) <= data.MAX_REPLIES:
             return f"its solution has {len(code)} parts, not 2 to {data.MAX_REPLIES}"
-        if None in map(tree_of, code):  # IPython runs the code and accepts more than plain Python
+        # Require plain Python, because the checks parse the code. IPython, which runs the code,
+        # also accepts other syntax, such as magic commands.
+        if None in map(tree_of, code):
             return "a part of its solution is no Python"
         if words_of(task["text"]) in self.instructions:
             return "a task of a split"
@@ -144,9 +149,13 @@ class TaskGenerator:
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate by running its solution.
 
-        The solution is run twice. Both runs must complete the task and end in the same state. Then
-        the solution is run without the last part that changed the apps. This run must not complete
-        the task with the same final state.
+        - Two runs of the solution must complete the task and end in the same state. No part of the
+          solution may raise an error.
+        - An agent must be able to find out all literals that the code needs, see `_states_all`.
+          Candidates from the template are exempt from this rule.
+        - The last part that changed the apps must be necessary. A run without this part must not
+          complete the task with the same final state. If no part changed the apps, completing the
+          task without an answer must not be enough.
 
         Returns:
             None if the candidate passes, and otherwise the reason why it does not.
@@ -165,7 +174,7 @@ class TaskGenerator:
         if any(first.changed):
             last = len(first.changed) - 1 - first.changed[::-1].index(True)
             shorter_code = task["code"][:last] + task["code"][last + 1:]
-        else:  # the solution changes nothing, so the task must not be solved without an answer
+        else:  # no part changed the apps, so the answer must be necessary
             shorter_code = [DONE]
         shorter = judge.trace(task, shorter_code)
         if shorter.process_error is not None:
@@ -223,8 +232,8 @@ class TaskGenerator:
     def _states_all(self, task: dict, trace: Trace) -> bool:
         """Returns True if an agent can find out every literal that the solution needs.
 
-        The solution needs a literal if its code passes the literal to an API or compares a value
-        with it. The agent can find a literal in one of these places:
+        The solution needs a literal if the solution's code passes the literal to an API or compares
+        a value with the literal. The agent can find a literal in one of these places:
 
         - the text of the task
         - the person's data
@@ -232,7 +241,7 @@ class TaskGenerator:
         - the output of an earlier part
 
         Ids, page numbers and secrets such as passwords are not checked, because the agent can
-        always look them up.
+        always look up these values.
         """
         owner = data.specs(self.env.judge.root, task["start"])["supervisor"]
         known = tokens(f"{task['text']} {json.dumps(owner)}")

@@ -1,5 +1,8 @@
-"""Settings of the environment BFCL, which has the multi-turn tasks of BFCL v3 (Berkeley Function
-Calling Leaderboard) and uses the simulators of the package bfcl-eval."""
+"""Settings of the environment BFCL.
+
+BFCL has the multi-turn tasks of BFCL v3 (Berkeley Function Calling Leaderboard). The tasks run on
+the simulators of the package bfcl-eval.
+"""
 
 import dataclasses
 from typing import Literal
@@ -21,10 +24,10 @@ class Options(environments.Options):
     bfcl_reward: Literal["all", "turns"] = "all"
 
     presets = {
-        # 16,384 tokens, because the opening of an episode has up to 29,000 characters
+        # max_tokens is 16,384, because the opening of an episode has up to 29,000 characters.
         "": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
-        # All episodes of the base category fit into 4,096 tokens. 128 new tokens are enough for the
-        # longest reply of the scripted expert.
+        # All episodes of the category "base" fit into 4,096 tokens. The longest reply of the
+        # scripted expert fits into 128 tokens.
         "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, view="short",
                         bfcl_reward="turns", max_tokens=4096, max_new_tokens=128, slots=8,
                         gradient_checkpointing="on"),

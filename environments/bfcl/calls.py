@@ -1,9 +1,9 @@
 """Parses the function calls in a reply and executes them on the simulators.
 
 A call is a JSON object with the name of a function and its arguments. The name must be one of the
-documented functions of the task's simulators. Each function is a method of a simulator, and it is
-called with keyword arguments. The text of a reply is never evaluated as Python. If a call is not
-valid, it is not executed, and its result is an error message.
+documented functions of the task's simulators. Each function is a method of a simulator, and is
+called with keyword arguments. The text of a reply is never evaluated as Python. An invalid call is
+not executed, and its result is an error message.
 """
 
 import copy
@@ -36,8 +36,8 @@ MAX_DEPTH = 20          # maximum depth of nested lists and objects in arguments
 TOO_DEEP = "nested too deeply"
 MAX_DIGITS = 20         # maximum number of digits of an integer in arguments [ours]
 MAX_PRECISION = 1000    # maximum exponent, precision and number of decimal places [ours]
-# Maximum number of paths in the simulated file system. Without it, copying a directory into itself
-# again and again could use up the memory [ours].
+# Maximum number of paths in the simulated file system. Without a maximum, repeatedly copying a
+# directory into itself could exhaust the memory [ours].
 MAX_PATHS = 5000
 # Only one call runs at a time, because the maths simulator changes the precision of mpmath for the
 # whole process.
@@ -45,8 +45,8 @@ LOCK = threading.Lock()
 
 
 class Clock(datetime):
-    """Replaces `datetime` in the trading and travel simulators, so that their results do not depend
-    on the current date or the local time zone."""
+    """Replaces `datetime` in the trading and travel simulators, so that the simulators' results do
+    not depend on the current date or the local time zone."""
 
     def timestamp(self):
         return datetime.timestamp(self.replace(tzinfo=timezone.utc))
@@ -67,14 +67,14 @@ trading_bot.datetime = travel_booking.datetime = Clock
 def parse_calls(reply: str) -> list[dict | str]:
     """Parses the calls in a reply.
 
-    It first looks for blocks of the form <tool_call>...</tool_call>. If there is no such block, it
-    looks for blocks of the form ```json ... ```. If there is none of these either, it parses the
-    whole reply. A block contains one call or a JSON list of calls. Reasoning that ends with
-    </think> is skipped.
+    The calls are in blocks of the form <tool_call>...</tool_call>. If the reply has no such block,
+    the calls are in blocks of the form ```json ... ```. If the reply has neither form, the whole
+    reply is parsed as one block. A block contains one call or a JSON list of calls. Reasoning that
+    ends with </think> is skipped.
 
     Returns:
-        A list of the calls {name, arguments}, in order. In place of an invalid call, the list
-        contains an error message. The list is empty if the reply contains no call at all.
+        A list of the calls {name, arguments}, in order. The list contains an error message in
+        place of each invalid call. If the reply contains no call at all, the list is empty.
     """
     text = reply.rpartition("</think>")[2].partition("<think>")[0]
     if OPEN in text:
@@ -97,8 +97,12 @@ def parse_calls(reply: str) -> list[dict | str]:
 
 
 def _calls_in(block: str) -> list[dict | str | None]:
-    """Parses a block. The result contains each call, None for each value that is not a call, and an
-    error message if the JSON is nested too deeply."""
+    """Parses one block of a reply.
+
+    A block contains one JSON value or a JSON list of values. Returns a list with one item for each
+    value. The item is the call, or None if the value is not a call. For invalid JSON, the list is
+    [None]. For JSON that is nested too deeply, the list contains an error message.
+    """
     try:
         value = _from_json(block)
     except ValueError:
@@ -109,8 +113,8 @@ def _calls_in(block: str) -> list[dict | str | None]:
 
 
 def _from_json(text: str):
-    """Parses JSON. An integer with more than MAX_DIGITS digits becomes NaN, which `problem` rejects
-    later."""
+    """Parses JSON. An integer with more than MAX_DIGITS digits becomes NaN. The function `problem`
+    later rejects NaN."""
     def parse_int(digits):
         return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else math.nan
 
@@ -120,24 +124,24 @@ def _from_json(text: str):
 def _as_call(value) -> dict | None:
     """Returns the call {name, arguments} in a JSON value, or None if the value is not a call.
 
-    As in bfcl-eval, other keys are ignored, and the arguments may be a string that contains JSON.
+    As in bfcl-eval, other keys of the value are ignored, and the arguments may be a JSON string.
     """
     if not isinstance(value, dict) or not {"name", "arguments"} <= value.keys():
         return None
     arguments = value["arguments"]
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # invalid JSON is rejected later, by `problem`
+        with suppress(ValueError, RecursionError):  # `problem` rejects invalid JSON later
             arguments = _from_json(arguments)
     return {"name": value["name"], "arguments": arguments}
 
 
 def problem(call: dict) -> str | None:
-    """Returns the reason why a call must not be passed to a simulator, or None if it is safe."""
+    """Returns the reason why a call must not be executed, or None if the call is safe."""
     name, arguments = call["name"], call["arguments"]
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM
     for key in ("exponent", "precision", "decimal_places"):
-        # If the value is not a number, the simulator itself returns an error.
+        # Ignore a value that is not a number, because the simulator returns an error for the value.
         with suppress(TypeError, ValueError, OverflowError):
             if abs(int(arguments.get(key))) > MAX_PRECISION:
                 return f"{key} must be a number of at most {MAX_PRECISION}"
@@ -153,17 +157,19 @@ def problem(call: dict) -> str | None:
 
 
 def _is_deeper(value, depth: int) -> bool:
-    """Returns True if the nesting of lists and objects in a value is deeper than `depth` levels."""
+    """Returns True if lists and objects in a value are nested more than `depth` levels deep."""
     items = (value.values() if isinstance(value, dict) else
              value if isinstance(value, list) else ())
     return depth < 0 or any(_is_deeper(item, depth - 1) for item in items)
 
 
 class Simulators:
-    """The simulators of a task, initialized with its start state. Every episode has its own.
+    """The simulators of a task, initialized with the task's start state.
+
+    Each episode creates new simulators.
 
     Args:
-        start: The key of the start state, CATEGORY-NUMBER.
+        start: The key of the start state, CATEGORY-NUMBER, such as "base-12".
     """
 
     def __init__(self, start: str):
@@ -173,8 +179,8 @@ class Simulators:
             if hasattr(instance, "_load_scenario"):  # the maths simulator has no state to load
                 instance._load_scenario(copy.deepcopy(state["config"].get(name, {})),
                                         long_context=state["long_context"])
-        # The package shares the long texts between all instances. We copy them, because a call may
-        # change them.
+        # In the category "long_context", all instances share the objects with long texts. Copy the
+        # instances, because a call may change these objects.
         if state["long_context"]:
             self.instances = copy.deepcopy(self.instances)
         self.functions = {name: getattr(instance, name)
@@ -187,11 +193,11 @@ class Simulators:
         return not isinstance(call, str) and not problem(call) and call["name"] in self.functions
 
     def run(self, call: dict | str) -> str:
-        """Executes a call, and returns its result as text in the same form as bfcl-eval.
+        """Executes a call, and returns the result as text in the format of bfcl-eval.
 
         Args:
-            call: An item in the result of `parse_calls`. For an error message, the result is this
-                message.
+            call: An item in the result of `parse_calls`. If the item is an error message, the
+                message is returned as the result.
         """
         error = call if isinstance(call, str) else problem(call)
         if error:
@@ -205,10 +211,12 @@ class Simulators:
         with LOCK, mpmath.workdps(15), decimal.localcontext():
             try:
                 result = _in_order(function(**copy.deepcopy(call["arguments"])))
-                with suppress(Exception):  # as in bfcl-eval, str(result) if json.dumps fails
+                # If json.dumps fails, return str(result), as in bfcl-eval.
+                with suppress(Exception):
                     return json.dumps(result) if type(result) is dict else str(result)
                 return str(result)
-            except RecursionError:  # a fixed text, because Python's own text is not always the same
+            except RecursionError:
+                # Return a fixed message, because Python's message for this error varies.
                 return "Error during execution: maximum recursion depth exceeded"
             except Exception as error:
                 return f"Error during execution: {error}"
@@ -230,10 +238,10 @@ class Simulators:
 
 
 def _in_order(result):
-    """Makes the error messages of the simulators deterministic.
+    """Returns the result of a call with a deterministic error message.
 
-    Two of the error messages contain a printed set. The order of a set of strings differs between
-    Python processes, so this function sorts the words.
+    Two error messages of the simulators contain a printed set of words. The order of the words
+    differs between Python processes, so this function sorts the words.
     """
     error = result.get("error") if type(result) is dict else None
     for start, end in (("Invalid fields for update: ", ""),
@@ -245,8 +253,8 @@ def _in_order(result):
 
 
 def _count_paths(files) -> int:
-    """Counts the files and directories below the root and below the current directory. It stops
-    counting when there are more than MAX_PATHS."""
+    """Returns the number of files and directories below the root, plus the number below the current
+    directory. The function stops counting when the sum exceeds MAX_PATHS."""
     count, remaining = 0, [files.root, files._current_dir]
     while remaining and count <= MAX_PATHS:
         inside = getattr(remaining.pop(), "contents", {}).values()
@@ -274,11 +282,12 @@ def script(calls: list[list[dict]]) -> list[str]:
     """Returns the replies of the scripted expert.
 
     In each turn the expert makes the given calls, and then ends the turn with a reply in words.
-    This reply is DONE, or MISSING if there are no calls in the turn. Normally each call is a reply
-    by itself. If a turn has more than MAX_REPLIES calls, each reply contains several calls.
+    This reply is DONE, or MISSING if there are no calls in the turn. Normally each reply contains
+    one call. If a turn has more than MAX_REPLIES calls, a reply contains several calls.
 
     Args:
-        calls: A list with one item for each turn: the list of its calls {name, arguments}.
+        calls: A list with one item for each turn. The item is the list of the turn's calls
+            {name, arguments}.
     """
     replies = []
     for turn in calls:

@@ -13,7 +13,7 @@ from importlib.resources import files
 
 from environments import UsageError
 
-PACKAGE = "bfcl-eval==2026.3.23"  # other versions have other ground truths
+PACKAGE = "bfcl-eval==2026.3.23"  # pinned, because other versions have other ground truths
 
 try:
     if version("bfcl-eval") != PACKAGE.partition("==")[2]:
@@ -29,8 +29,8 @@ except ImportError:
                      f"-m pip install --no-deps {PACKAGE}") from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
-SIZES = {"train": 100, "validation": 20, "test": 80}  # how to split a category's 200 tasks [ours]
-# The user's message in a turn in which new functions become available, verbatim from BFCL
+SIZES = {"train": 100, "validation": 20, "test": 80}  # tasks per split, of 200 per category [ours]
+# The user's message in a turn that makes new functions available. The text is that of BFCL.
 MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 
 
@@ -40,7 +40,7 @@ def simulator_class(name: str) -> type:
 
 @lru_cache(None)
 def documents(name: str) -> dict[str, dict]:
-    """Returns the documentation of a simulator's functions, a dict {function name: document}.
+    """Returns the documentation of a simulator's functions, as a dict {function name: document}.
 
     A document is a dict with "name", "description", "parameters" and "response".
     """
@@ -57,8 +57,12 @@ def _entries(category: str) -> dict[str, dict]:
 def start_state(key: str) -> dict:
     """Returns the start state of the task CATEGORY-NUMBER.
 
-    It is a dict with the names of the simulators in "classes" and their initial states in "config".
-    All callers get the same "config" object, so copy it before use.
+    The start state is a dict with these keys:
+
+        classes       the names of the simulators
+        config        the initial states of the simulators. All callers get the same object, so a
+                      caller must copy the object before changing it.
+        long_context  True for a task of the category "long_context"
     """
     category = key.rpartition("-")[0].replace("-", "_")
     entry = _entries(category)[key]
@@ -67,28 +71,28 @@ def start_state(key: str) -> dict:
 
 
 def functions(start: str) -> dict[str, dict]:
-    """Returns the documentation of all functions that are available with a start state, a dict
+    """Returns the documentation of all functions of the simulators in a start state, as a dict
     {function name: document}."""
     return {name: row for simulator in start_state(start)["classes"]
             for name, row in documents(simulator).items()}
 
 
 def prose(document: dict) -> str:
-    """Returns the description of a function. In a document it comes after a description of the
-    whole simulator, which is removed."""
+    """Returns the description of a function without the description of the simulator. In the
+    document, the description of the simulator precedes that of the function."""
     return document["description"].rpartition("Tool description: ")[2].strip()
 
 
 @lru_cache(None)
 def tasks(category: str) -> dict[str, dict]:
-    """Returns the tasks of a category, a dict {CATEGORY-NUMBER: task}.
+    """Returns the tasks of a category, as a dict {CATEGORY-NUMBER: task}.
 
     A task is a dict with these keys:
 
         start   the key of the start state, for `start_state`
         turns   the user's messages, one for each turn
-        calls   the ground truth: for each turn, a list of calls {name, arguments}. A turn without
-                calls in the ground truth is not checked.
+        calls   the ground truth, a list with one item for each turn. The item is a list of calls
+                {name, arguments}. A turn without calls in the ground truth is not checked.
         hidden  a dict {turn: names of functions}. These functions are hidden from the agent until
                 this turn.
     """
@@ -106,8 +110,8 @@ def tasks(category: str) -> dict[str, dict]:
 
 
 def as_json(call: str, documented: dict[str, dict]) -> dict:
-    """Converts a call in the ground truth from Python source to {name, arguments}. All arguments in
-    the ground truth are literals."""
+    """Converts a call in the ground truth from Python source code to a dict {name, arguments}. All
+    arguments in the ground truth are literals."""
     node = ast.parse(call, mode="eval").body
     names = documented[node.func.id]["parameters"]["properties"]
     arguments = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
@@ -117,14 +121,14 @@ def as_json(call: str, documented: dict[str, dict]) -> dict:
 
 @lru_cache(None)
 def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
-    """Returns the splits, a dict {split: {key: task}}.
+    """Returns the splits, as a dict {split: {key: task}}.
 
     The tasks are in a fixed random order, so that the first tasks of a split cover all domains,
     such as files, messages, trading and travel.
 
     Args:
         category: One of CATEGORIES, or "all".
-        published: True if the split "test" has all 200 tasks of a category.
+        published: True if the split "test" contains all 200 tasks of a category.
     """
     order = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
              for n in range(200)]

@@ -1,6 +1,6 @@
 """The environment BFCL, with the multi-turn tasks of BFCL v3.
 
-A user sends several messages, and the agent calls functions to do what the user asks for.
+A user sends several messages, and the agent calls functions to fulfil the user's requests.
 """
 
 import json
@@ -28,22 +28,25 @@ would need."""
 
 
 class Bfcl(Environment):
-    """The multi-turn tasks of BFCL v3, on simulators for files, messages, trading, travel and more.
+    """The multi-turn tasks of BFCL v3.
+
+    The agent's calls are executed on simulators for files, messages, trading, travel and more.
 
     A turn consists of a message of the user and the agent's replies to this message. A turn is
-    checked if its ground truth has calls. It passes if three conditions hold, as in bfcl-eval:
+    checked if its ground truth has calls. As in bfcl-eval, a checked turn passes if three
+    conditions are met:
 
     - The agent has made a call in this turn.
     - The simulators are in the same state as after the calls of the ground truth.
-    - The results of the ground truth's calls are among the results of all calls that the agent has
-      made in the episode.
+    - The agent's calls in this episode have returned all results of the ground truth's calls for
+      this turn.
 
-    The reward comes at the end of an episode. It is 1 if all checked turns pass, and otherwise 0.
-    With bfcl_reward="turns" it is the fraction of the checked turns that pass.
+    At the end of an episode, the reward is 1 if all checked turns pass, and otherwise 0. With
+    bfcl_reward="turns", the reward is the fraction of the checked turns that pass.
 
     Args:
-        view: "full" shows the documentation of functions as JSON. "short" shows a signature and
-            descriptions.
+        view: "full" shows the documentation of each function as JSON. "short" shows the signature
+            and the descriptions of the function and of its arguments in one line.
         bfcl_category: One of CATEGORIES, or "all".
         bfcl_split: "ours" or "published", see `Options`.
         bfcl_reward: "all" or "turns".
@@ -51,12 +54,16 @@ class Bfcl(Environment):
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
-    max_turns = MAX_REPLIES + 1  # for a task with one turn; `start` sets it for the current task
+    # Maximum number of replies in one turn: MAX_REPLIES replies with calls, and one reply in words.
+    # `start` multiplies this maximum by the number of turns in the task.
+    max_turns = MAX_REPLIES + 1
 
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
         super().__init__(view)
-        self.prompt = PROMPT  # also in the short view, because the tiny model does not use BFCL
+        # The short view also has the prompt. Only the tiny model needs a view without a prompt, and
+        # the tiny model is never used with BFCL.
+        self.prompt = PROMPT
         self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
 
@@ -65,10 +72,10 @@ class Bfcl(Environment):
 
     def start(self, task: dict) -> str:
         self._task, self._turn, self._replies = task, 0, 0
-        self._hidden = task.get("hidden", {})  # tasks that a run makes have no hidden functions
+        self._hidden = task.get("hidden", {})  # a task made in training hides no functions
         self.simulators, self._truth = Simulators(task["start"]), Simulators(task["start"])
         self.results = []  # the results of the agent's calls, as texts
-        self._passed = []  # one bool for each checked turn so far: True if the turn passed
+        self._passed = []  # one bool for each turn checked so far, True if the turn passed
         self.max_turns = (MAX_REPLIES + 1) * len(task["turns"])
         later = {name for names in self._hidden.values() for name in names}
         names = data.functions(task["start"])
@@ -92,8 +99,8 @@ class Bfcl(Environment):
                 new = self._hidden.get(str(self._turn), ())
                 return Step(message_of_user(self, new), 0.0, False)
             end = "The conversation is over."
-        # The denominator is the number of all turns with calls in the ground truth. Turns that the
-        # episode did not reach count as failed.
+        # Divide by the number of all turns that have calls in the ground truth. Turns that the
+        # episode did not reach therefore count as failed.
         share = sum(self._passed) / sum(map(bool, self._task["calls"]))
         return Step(end, share if self.share_of_turns else float(share == 1), True)
 
@@ -107,8 +114,11 @@ class Bfcl(Environment):
         return saying(script(self._task["calls"]))
 
     def _check_turn(self) -> None:
-        """Executes the ground truth's calls for the current turn, and records if the turn passes.
-        The checks are those of bfcl-eval's `multi_turn_checker`."""
+        """Checks the current turn, and appends the result to the list of passed and failed turns.
+
+        The method executes the ground truth's calls for this turn, and compares their effects with
+        those of the agent's calls. The checks are those of bfcl-eval's `multi_turn_checker`.
+        """
         results = [self._truth.run(call) for call in self._task["calls"][self._turn]]
         if not results:
             return
@@ -117,14 +127,19 @@ class Bfcl(Environment):
             state = check.state_checker(self.simulators.instances, self._truth.instances)
             response = check.response_checker(self.results, results, self._turn)
             passed = self._replies > 0 and state["valid"] and response["valid"]
-        except RecursionError:  # the agent put a directory into itself; no ground truth does so
+        except RecursionError:
+            # The agent has put a directory into itself, so the check does not end. The turn fails,
+            # because the ground truth never does this.
             passed = False
         self._passed.append(passed)
 
 
 def message_of_user(env: Bfcl, names) -> str:
-    """Returns the user's message in the current turn. If `names` is not empty, the documentation of
-    these functions comes before it."""
+    """Returns the user's message in the current turn.
+
+    If `names` is not empty, the documentation of the functions with these names precedes the
+    message.
+    """
     text = env._task["turns"][env._turn]
     if not names:
         return text
@@ -135,8 +150,8 @@ def message_of_user(env: Bfcl, names) -> str:
 
 
 def in_short(document: dict) -> str:
-    """Writes the documentation of a function in one line: the function's signature, the function's
-    description, and the descriptions of the arguments."""
+    """Returns the documentation of a function in one line. The line consists of the function's
+    signature, the function's description, and the descriptions of the arguments."""
     parameters = document["parameters"]
     required, arguments = parameters.get("required", []), parameters["properties"]
     signature = ", ".join(f"{name}{'' if name in required else '?'}: {argument['type']}"

@@ -1,7 +1,8 @@
 """Makes new tasks for BFCL from the calls of an episode.
 
-The user's message comes from an explorer model or from a template. A template message describes
-each call and states its arguments, so these tasks are easier than tasks that people write.
+The user's message is written by an explorer model or generated from a template. The template
+describes each call and lists the call's arguments, so tasks from the template are easier than tasks
+written by people.
 """
 
 import json
@@ -20,13 +21,13 @@ class TaskGenerator:
     """Makes, checks and verifies new tasks.
 
     A task is a dict with "start", "turns" and "calls", see `data.tasks`. A candidate is a dict with
-    "text", "task" and "solution", the replies that solve the task. Candidates from a template also
-    have "template".
+    "text" (all messages of the user), "task" and "solution" (a list of replies that solve the
+    task). A candidate from the template also has the item "template", which is True.
 
     Args:
         env: The environment BFCL.
     """
-    # Explains what a task is, in the prompt of an explorer model
+    # Description of a task in the prompt of an explorer model
     form = ("A task is what a user asks for, in one message that holds every value that is needed "
             'but names no function. Its actions are calls, each {"name": ..., "arguments": {...}}, '
             "without those that only look around; the last one changes something, or finds out "
@@ -34,19 +35,19 @@ class TaskGenerator:
 
     def __init__(self, env):
         self.env = env
-        self.functions = {}  # {function name: document} for the functions of all simulators
+        self.functions = {}  # maps the names of all simulators' functions to their documents
         self.texts, self.solutions = set(), []
         for category in CATEGORIES:
             for task in tasks(category).values():
                 self.functions |= functions(task["start"])
                 self.texts |= {*map(words_of, task["turns"])}
-                # A new task must not have the same calls as an existing task, even if the two tasks
-                # have different start states.
+                # Store the calls without the start state. A new task must not have the same calls
+                # as an existing task, even if the two start states differ.
                 self.solutions.append(self._without_defaults(task))
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the patterns of behaviour in an episode: the names of all functions that were
-        called without an error, and all pairs of consecutive names."""
+        """Returns the names of all functions that the replies call without an error, and all pairs
+        of consecutive names."""
         made = successful_calls(self.env.find(task)["start"], replies)
         names = [call["name"] for call, _, _ in made]
         return with_pairs(names)
@@ -54,11 +55,11 @@ class TaskGenerator:
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes candidates from an episode.
 
-        It picks a random call of the episode as the last call of the solution. The solution
-        consists of this call and the useful calls before it, see `useful`. The first candidate has
-        the whole solution in one turn. The second candidate divides it into two or three turns, and
-        each turn but the last ends with a call that changed a state. There is no second candidate
-        if no call before the last one changed a state.
+        The method randomly chooses a call of the episode as the last call of the solution. The
+        solution consists of this call and the useful earlier calls, see `useful`. The first
+        candidate has the whole solution in one turn. The second candidate divides the solution into
+        two or three turns. Each of these turns, except the last turn, ends with a call that changed
+        a state. If no call before the last call changed a state, there is no second candidate.
 
         Args:
             task: The id of the episode's task.
@@ -88,11 +89,11 @@ class TaskGenerator:
 
         Args:
             task: The id of the task that was explored. The new task has the same start state.
-            proposal: A dict with "query", the user's message, and "action_sequence", the calls that
-                do what the message asks for in one turn.
+            proposal: A dict with "query" (the user's message) and "action_sequence" (texts of the
+                calls that fulfil the request in one turn).
 
         Returns:
-            The candidate, or None if there are no calls or one of the actions is not a valid call.
+            The candidate, or None if there are no calls or if one of the calls is invalid.
         """
         calls = [call for text in proposal["action_sequence"] for call in parse_calls(text)]
         if not calls or not all(isinstance(call, dict) for call in calls):
@@ -100,16 +101,22 @@ class TaskGenerator:
         return self._candidate(self.env.find(task)["start"], [proposal["query"]], [calls])
 
     def key(self, task: dict) -> str:
-        """Returns a key for comparing tasks. Two tasks have the same key if they have the same
-        start state, and if their calls give the same results and states in every turn."""
+        """Returns a key that is the same for equivalent tasks.
+
+        Two tasks are equivalent if they have the same start state, and if their calls have the same
+        results and lead to the same states in every turn.
+        """
         simulators = Simulators(task["start"])
         effects = [(sorted(map(simulators.run, calls)), simulators.states())
                    for calls in task["calls"]]
         return f"{task['start']} {sha256(repr(effects).encode()).hexdigest()}"
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if the text of a task reveals its solution, i.e. if it contains one of the
-        calls, the name of a called function, or other code."""
+        """Returns True if the text of a task reveals the solution.
+
+        A text reveals the solution if the text contains one of the calls, the name of a called
+        function, or other code.
+        """
         values = []
         for call in (call for reply in solution for call in parse_calls(reply)):
             if isinstance(call, str) or problem(call) or call["name"] not in self.functions:
@@ -121,7 +128,8 @@ class TaskGenerator:
         return holds_code(text, values)
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why this task cannot be added to a run, or None if it can."""
+        """Returns the reason why a task must not be added to the run's tasks, or None if there is
+        no such reason."""
         if task["start"] not in {t["start"] for t in self.env.splits["train"].values()}:
             return f"{task['start']!r} is no start state of a training task"
         documents = functions(task["start"])
@@ -141,11 +149,12 @@ class TaskGenerator:
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate by playing episodes with its solution.
 
-        - The solution must get the reward 1.
-        - A second episode with the same solution must give the same results and states.
+        - The solution must get the reward 1, and none of its calls may fail.
+        - A second episode with the same solution must have the same results and states.
         - The solution without its last call must not get the reward 1. Otherwise the last call is
           not necessary for the task.
-        - The text must state all values that the calls need, unless it comes from a template.
+        - An agent must be able to find out all values that the calls need, see `states_all`.
+          Candidates from the template are exempt from this rule.
 
         Returns:
             None if the candidate is valid, and otherwise the reason why it is not.
@@ -166,8 +175,9 @@ class TaskGenerator:
         return "it is solved without its last call" if solved else None
 
     def template(self, calls: list[dict]) -> str:
-        """Writes a user's message that asks for these calls. For each call, the message contains
-        the first sentence of the function's description and the values of the arguments."""
+        """Returns a user's message that requests the given calls. For each call, the message
+        contains the first sentence of the function's description and the values of the arguments.
+        """
         sentences = []
         for call in calls:
             values = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}"
@@ -177,8 +187,11 @@ class TaskGenerator:
         return ". Then: ".join(sentences) + "."
 
     def _without_defaults(self, task: dict) -> list[dict]:
-        """Returns the calls of all turns. Arguments that are equal to the documented default are
-        left out, so that calls with and without them compare as equal."""
+        """Returns the calls of all turns without default arguments.
+
+        An argument is left out if its value is the documented default. Calls with and without such
+        an argument then compare as equal.
+        """
         calls = []
         for call in all_calls(task):
             documented = self.functions[call["name"]]["parameters"]["properties"]
@@ -192,8 +205,8 @@ class TaskGenerator:
                     solution=script(calls), **more)
 
     def _play(self, task: dict, replies: list[str]) -> tuple[float, list[str], str]:
-        """Plays an episode with these replies. Returns the reward, the results of the calls, and
-        the states of the simulators at the end."""
+        """Plays an episode with the given replies. Returns the reward, the results of the calls,
+        and the states of the simulators at the end."""
         _, reward = converse(self.env, self.env.start(task), saying(replies))
         return reward, self.env.results, self.env.simulators.states()
 
@@ -204,8 +217,8 @@ def all_calls(task: dict) -> list[dict]:
 
 
 def successful_calls(start: str, replies: list[str]):
-    """Executes the calls in a list of replies, and yields (call, result, changed) for each call
-    that does not fail. `changed` is True if the call changed the state of a simulator."""
+    """Executes the calls in a list of replies, and yields (call, result, changed) for each
+    successful call. `changed` is True if the call changed the state of a simulator."""
     simulators = Simulators(start)
     before = simulators.states()
     for call in (call for reply in replies for call in parse_calls(reply)):
@@ -241,16 +254,15 @@ def useful(made: list[tuple]) -> list[tuple]:
 
 
 def states_all(task: dict) -> bool:
-    """Returns True if an agent can find out all values that the calls of the solution need as
-    arguments.
+    """Returns True if an agent can find out the values of all arguments in the solution's calls.
 
     An agent can find out a value if the value occurs in one of these places:
 
     - a message of the user, in this turn or an earlier turn
     - the documentation of the argument
     - the start state of the simulators
-    - the result of a call without arguments, for any of the functions
-    - the result of an earlier call of the solution
+    - the result of a call without arguments of any function
+    - the result of an earlier call in the solution
     """
     documents = functions(task["start"])
     explored, simulators = Simulators(task["start"]), Simulators(task["start"])
