@@ -201,8 +201,8 @@ def evaluate_all(run: Run, models: dict[str, Path], i: int) -> None:
 #     run.fit         trains a model with a new AdamW optimiser (`dpo.train`), and saves it
 #     run.log_probs   runs `dpo.token_log_probs` in parallel on all ranks
 #     run.play        runs episodes with an inference copy of a model
-# On a GPU, forward passes of training run in bf16, and the inference copy has bf16 weights. The
-# included model tiny is an exception: it always uses fp32.
+# By default, forward passes of training run in bf16 on a GPU, and the inference copy has bf16
+# weights. The included model tiny is an exception: its default is fp32 (see --bf16).
 
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:

@@ -10,9 +10,9 @@ arXiv 2511.22254. Its notation is:
     pi_ref   the reference model; DPO (direct preference optimisation) compares the policy to it
     SFT      supervised fine-tuning
 
-Precision: weights, gradients and AdamW states are fp32. On a GPU, forward passes run in bf16,
-except for the included model tiny (see `engine.forward_passes` and `engine.models`). Logits are
-cast to fp32. Losses, and sums over tokens, are computed in fp64.
+Precision: weights, gradients and AdamW states are fp32. On a GPU, forward passes run in bf16 by
+default, except for the included model tiny (see `engine.forward_passes` and `engine.models`).
+Logits are cast to fp32. Losses, and sums over tokens, are computed in fp64.
 
 Shapes:
 
