@@ -92,7 +92,7 @@ AGENTS = {"sft": [TARGET],
 
 
 def coevolve(run: Run) -> None:
-    """Runs the method of Sections 4.1 to 4.3, or one of the methods to compare it with.
+    """Runs the co-evolution method (Sections 4.1 to 4.3), or one of its baselines.
 
     The method "eto" runs the same loop, with the target as the only agent. The method "sft" returns
     before the loop starts.
@@ -126,7 +126,7 @@ def coevolve(run: Run) -> None:
     if s.method == "sft":
         return
 
-    earlier = []  # the buffer of earlier trajectory files, which only --d-fail buffer fills
+    earlier = []  # the buffer, a list of earlier trajectory files; empty without --d-fail buffer
     for i in range(1, s.iterations + 1):
         # Let each agent play --rollouts episodes of every task that has an expert trajectory.
         played = {}  # each agent's trajectory file of this iteration, by agent name
@@ -136,7 +136,7 @@ def coevolve(run: Run) -> None:
 
         # Then train each agent on its preference pairs. Section 4 trains the agents "in alternating
         # phases". The paper does not say whether the target's pairs use the failure agent's
-        # rollouts from before or after its training. The setting --failure-plays selects one:
+        # rollouts from before or after the failure agent's training. --failure-plays selects one:
         # - "before": All agents learn from the rollouts sampled above. The order in which the
         #   agents are trained makes no difference. In iteration 1, the failure agent's rollouts
         #   come from its SFT model.
@@ -161,7 +161,7 @@ def coevolve(run: Run) -> None:
                                     name=name, i=i, first_rollout=s.rollouts)
 
         evaluate_all(run, models, i)
-        if s.d_fail == "buffer":  # all other values use only the rollouts of this iteration
+        if s.d_fail == "buffer":  # other --d-fail values use only rollouts of this iteration
             earlier += played.values()
 
 
@@ -337,8 +337,8 @@ def make_pairs(
         role: The role of this agent, see `Agent`.
 
     Returns:
-        A dict with two counters. `pairs` counts the pairs of each kind. `dropped` counts, for each
-        reason, the comparisons and trajectories that were dropped for this reason.
+        A dict with two counters. `pairs` counts the pairs of each kind. `dropped` counts the
+        unusable trajectories and the comparisons that made no pair, by reason.
     """
     s = run.settings
     dropped = Counter()
@@ -562,8 +562,8 @@ def d_tgt(
     others = usable(others, dropped)
 
     # Eq. (8): D_tgt is the union of {(e_exp, e_tgt), (e_exp, e_fail)} and F_tgt x F_fail. The first
-    # trajectory of each pair is chosen. e_exp is the expert trajectory. F_tgt and F_fail are the
-    # failures of the target and of the failure agent.
+    # trajectory of each pair is the chosen trajectory. e_exp is the expert trajectory. F_tgt and
+    # F_fail are the failures of the target and of the failure agent.
     pairs = against_expert(expert, own + others, s, dropped)
 
     # Section 4.3: "the total weight of all expert-prediction pairs generated for a given
@@ -582,9 +582,9 @@ def d_tgt(
     # failure pairs receive full emphasis".
     #
     # In the paper, each agent plays each task once. The expert pairs of a task have a total weight
-    # of 1, and its only failure pair has the weight 1. With R rollouts per agent, a task has up to
-    # R x R failure pairs. We give each of them the weight 1 / (R x R), so that their total weight
-    # is also at most 1 [ours].
+    # of 1, and the only failure pair of the task has the weight 1. With R rollouts per agent, a
+    # task has up to R x R failure pairs. Here, each failure pair has the weight 1 / (R x R), so the
+    # total weight of all failure pairs of a task is at most 1 [ours].
     #
     # In Eq. (8), the target's failure is always the chosen trajectory. In this code, the chosen
     # trajectory is the failure with the higher reward, as in Eq. (6) [ours].
@@ -732,8 +732,8 @@ class Data:
     branch: types.Free[Optional[str]] = None
     # Run all phases on only a few tasks, in about a minute with the model tiny [ours]
     quick: bool = False
-    # Experiment tracker for logging, such as tensorboard or wandb, or any other tracker that
-    # accelerate supports [none]
+    # Experiment tracker for logging: tensorboard, wandb, or any other tracker that accelerate
+    # supports [none]
     track: types.Free[Optional[str]] = None
     # File of expert trajectories: the data of ETO, the data of IPR, or a trajectory file of another
     # run. From a trajectory file, the trajectory with the highest reward of each task is used
@@ -748,8 +748,8 @@ class Data:
     eval_tasks: types.Whole = 0
     # Splits to evaluate on; use "validation" to tune settings or to choose an iteration [Table 1]
     eval_splits: Literal["test", "validation", "all"] = "test"
-    # Format of the text that the agent sees; "short" is for small models. It leaves out repeated
-    # text, and scripted expert trajectories have no ReAct thoughts [ours]
+    # Format of the text that the agent sees; "short" is for small models, and leaves out repeated
+    # text. With "short", scripted expert trajectories also have no ReAct thoughts [ours]
     view: Literal["full", "short"] = "full"
     # Maximum number of tokens in a trajectory (context length); a longer episode is stopped [ours]
     max_tokens: types.Count = 4096
@@ -840,12 +840,13 @@ class Preferences:
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
     # Minimum reward of a hard negative; a failure with a lower reward is not hard [Section 5.2.1]
     hard_threshold: types.Weight = 0.6
-    # Truncate each rejected trajectory so that it has at most this many more replies than the
-    # expert trajectory; a negative value turns truncation off [ETO]
+    # Maximum number of replies that a rejected trajectory may have in addition to the expert
+    # trajectory's number of replies. Longer rejected trajectories are truncated; a negative value
+    # turns truncation off [ETO]
     cut_turns: int = 5
-    # End-of-turn tokens of rejected trajectories, and the reply that ended the episode: "count"
-    # includes them in log pi, and "leave out" masks them so that the DPO loss does not make them
-    # less likely [Eq. 7]
+    # Whether log pi of a rejected trajectory includes the end-of-turn tokens and the reply that
+    # ended the episode: "count" includes them, and "leave out" masks them, so that the DPO loss
+    # does not make them less likely [Eq. 7]
     rejected_ends: Literal["count", "leave out"] = "count"
 
 

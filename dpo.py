@@ -5,7 +5,7 @@ arXiv 2511.22254. Its notation is:
 
     u        a task
     e        a trajectory
-    t_k      the action tokens of a trajectory
+    t_k      the k-th action token of a trajectory; t_<k are all tokens before t_k
     pi       the policy, which is the model being trained
     pi_ref   the reference model; DPO (direct preference optimisation) compares the policy to it
     SFT      supervised fine-tuning
@@ -118,7 +118,7 @@ def equal(reward: float, other: float) -> bool:
 @dataclass
 class Pair:
     """A preference between two trajectories of the same task."""
-    kind: str                # chosen and rejected side, for example "expert>target"
+    kind: str                # the chosen and the rejected side, for example "expert>target"
     chosen: Trajectory
     rejected: Trajectory
     weight: float = 1.0      # weight of the pair in the DPO term
@@ -335,7 +335,7 @@ def preference_loss(
     chosen = [index[id(pair.chosen)] for pair in pairs]                           # (P,)
     rejected = [index[id(pair.rejected)] for pair in pairs]                       # (P,)
 
-    # Compute the DPO term from sums or means over action tokens.
+    # Compute the DPO term from the sums or the means of the token log-probabilities.
     pi_scored = pi
     ref_scored = ref
     if log_prob_reduction == "mean":
@@ -370,7 +370,7 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
     """Returns log pi_ref(e|u) of each trajectory, (T,).
 
     Raises:
-        ValueError: A trajectory has no reference.
+        ValueError: The attribute `reference` of a trajectory is not set.
     """
     for t in trajectories:
         if t.reference is None:
@@ -554,8 +554,8 @@ def train(
     """
     check_trainable(model, steps)
     for module in model.modules():
-        # In some models, the pad token is also the end-of-turn token. If padding_idx were set, the
-        # embedding of this token would get no gradient.
+        # In some models, the pad token is also the end-of-turn token. PyTorch computes no gradient
+        # for the embedding at padding_idx, so padding_idx must be None.
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
@@ -591,8 +591,8 @@ def train(
 def check_trainable(model, steps: list[list[Group]]) -> None:
     """Checks the model and the data for mistakes that would go unnoticed during training.
 
-    Raises ValueError if the model is in training mode (dropout), if trainable weights are not at
-    least fp32, or if a trajectory has no action tokens.
+    Raises ValueError if the model is in training mode (dropout), if trainable weights have a lower
+    precision than fp32, or if a trajectory has no action tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode, so dropout changes each forward pass and "

@@ -34,7 +34,7 @@ class Step:
     observation: str  # the next message to the agent
     reward: float     # the episode's reward so far, in [0, 1]; in [-1, 1] with ETO's protocol
     done: bool        # True if the episode has ended
-    raw: float | None = None  # the reward before it is clipped to [0, 1], None if it is not clipped
+    raw: float | None = None  # the reward before clipping to [0, 1], or None without clipping
     # True if the reply changed nothing in the environment: the reply has no action, or its action
     # is unknown, not available, or without effect. Idle replies are counted, but not penalised.
     # Two Steps that differ only in this field compare as equal.
@@ -52,7 +52,7 @@ class Environment:
     attributes and methods have defaults. Commands find the environment by its folder
     `environments/NAME`. docs/environments.md has a complete example.
 
-    If the environment itself fails, for example because a server stops, its methods `start` and
+    If the environment itself fails, for example because a server stops, the methods `start` and
     `step` must raise EnvError immediately. Calling `close` and then `reset` restarts the
     environment.
 
@@ -102,8 +102,8 @@ class Environment:
 
         Args:
             observation: The first observation.
-            playing: If True, returns the messages that the agent sees when it acts. If False,
-                returns the messages that it is trained with. The two differ only if the prompt for
+            playing: If True, returns the messages for acting in the environment. If False, returns
+                the messages for training. The two lists of messages differ only if the prompt for
                 acting has examples.
         """
         content = f"{self.prompt}\n\n{observation}" if self.prompt else observation
@@ -191,8 +191,8 @@ class Environment:
         """Returns help for a person who plays the episode.
 
         Returns:
-            A list of actions that are available now, and a text that describes the format of all
-            other actions, one per line.
+            A tuple of a list and a text. The list has the actions that are available now. The text
+            describes the formats of all other actions, one format per line.
         """
         return [], ""
 
@@ -251,7 +251,7 @@ def episode(env: Environment, encoder, t, max_tokens: int):
     opening = env.opening(first_observation, playing=True)
     messages = opening
     input_ids = encoder.start(opening)
-    while len(t.ids) + len(input_ids) < max_tokens:  # continue while there is room for a reply
+    while len(t.ids) + len(input_ids) < max_tokens:  # the context has room for another reply
         # The prompt and the observations are context, so agents are not trained on these tokens.
         t.messages += messages
         t.extend(input_ids, is_action=False)

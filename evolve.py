@@ -12,7 +12,7 @@ an assignment:
             A_k = (R_k - mean R) / (std R + 1e-6)      advantages; x is skipped if all R_k are equal
         for each minibatch of X:                       one AdamW update
             L = - mean over action tokens [ min(rho A, clip(rho, 1 - low, 1 + high) A) - beta k3 ]
-        after every E steps except the last ones:      one evolution of D
+        after every E steps, but not after the last:   one evolution of D
             signals    <- weaknesses: tasks that the agent used to solve (forgetting), tasks that it
                           solves only sometimes (boundary), and action patterns that it rarely
                           uses (rare)
@@ -39,15 +39,16 @@ K, E and beta are settings. low and high are the constants CLIP_LOW and CLIP_HIG
 The environment defines what an action pattern is, how an episode becomes a task, and how a solution
 is verified. This code is in the file `environments/NAME/tasks.py` of the environment NAME.
 
-This program was written from a summary of the paper and public notes about the paper, without its
-full text and its code. Each choice that the summary and the notes leave open is a setting or a
-named constant here. A bracket such as [summary], [notes], [AgentEvolver] or [ours] names the source
-of a value. AgentEvolver is the public code base that the paper's code is most likely based on.
+This program was written from a summary of the paper and public notes about the paper. The full text
+and the code of the paper were not available. Each choice that the summary and the notes leave open
+is a setting or a named constant here. A bracket such as [summary], [notes], [AgentEvolver] or
+[ours] names the source of a value. AgentEvolver is the public code base that the paper's code is
+most likely based on.
 
-`docs/mutual.md` lists all differences from the paper. There are two main ones. First, the paper's
-explorer is Qwen3-Max, which reflects on each signal before it explores. Here the explorer is the
-agent itself, without reflection. (`lab/chat/explorer.py` has an explorer that reflects.) Second, D
-evolves after every E steps here, and after each training iteration in the paper.
+`docs/mutual.md` lists all differences from the paper. There are two main differences. First, the
+paper's explorer is Qwen3-Max, which reflects on each signal before it explores. Here the explorer
+is the agent itself, without reflection. (`lab/chat/explorer.py` has an explorer that reflects.)
+Second, D evolves after every E steps here, and after each training iteration in the paper.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks only
 """
@@ -94,7 +95,7 @@ MINIBATCH = 8
 # The ratio rho of pi to pi_old is clipped to the range from 1 - 0.2 to 1 + 0.28 [AgentEvolver].
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 EXPLORER_TEMPERATURE = 1.1  # sampling temperature of the explorer [ours; AgentEvolver: 1]
-EXPLORER_EPISODES = 6       # number of explorer episodes for each pick [ours]
+EXPLORER_EPISODES = 6       # number of explorer episodes for each picked signal [ours]
 WINDOW = 5                  # W, number of earlier groups per task that `forgetting` checks [ours]
 # The percentage theta. An action pattern is rare if less than theta percent of the episodes in a
 # segment contain the pattern [ours].
@@ -175,6 +176,7 @@ def evolution(
         agent: The folder of the agent's model.
         task_set, signals, i: The same as for all phases, see the comment at the top of this
             section.
+
     Returns:
         The file of the new D.
     """
@@ -229,8 +231,8 @@ def mean(values: list[float]) -> float:
 # concatenated in the order of the groups. The tokens of a group are in the order of its
 # trajectories.
 
-# The largest log-ratio of two policies, in nats, that is passed to exp [verl]. In fp32, exp
-# overflows at 88.
+# Log-ratios of two policies are clamped to this maximum, in nats, before exp is computed [verl]. In
+# fp32, exp overflows at 88.
 MAX_LOG_RATIO = 20.0
 # Options for saving and loading AdamW's moments. With these options, the checkpoint is unsharded,
 # even if the model is sharded over the ranks.
@@ -246,8 +248,8 @@ class TaskGroup(Group):
     # The advantage of each trajectory, (K,). The list is empty if all rewards are equal. Such a
     # group is not used for training, because all its advantages would be 0.
     advantages: list[float] = field(default_factory=list)
-    old_log_probs: Tensor | None = None  # (a,) log pi_old, where pi_old played the episodes
-    ref_log_probs: Tensor | None = None  # (a,) log pi_ref, where pi_ref is the initial agent
+    old_log_probs: Tensor | None = None  # (a,) log pi_old; the policy pi_old played the episodes
+    ref_log_probs: Tensor | None = None  # (a,) log pi_ref; the policy pi_ref is the initial agent
     # (a,) log pi_old, as recorded by the sampler during the episodes. This tensor is not used in
     # the loss, only for logging (see `sampler_mismatch`).
     sampler_log_probs: Tensor | None = None
@@ -486,8 +488,8 @@ def train_step(
     # 2. Compute log pi_ref and log pi_old. Here and in training, log-probabilities are those of the
     # sampling distribution: the softmax at the sampling temperature, with probability 0 for
     # suppressed tokens. The sampler never samples suppressed tokens, for example special tokens. If
-    # they had a probability above 0 here, a negative advantage would make them more likely, because
-    # it makes the sampled token less likely.
+    # they had a probability above 0 in training, a negative advantage would raise this probability,
+    # because it lowers the probability of the sampled token and raises those of all other tokens.
     sampler = run.encoder.sampler(s.grpo_temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
     if groups:
@@ -669,8 +671,8 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
 @dataclass
 class History:
     """The trajectories that the signals of a segment are computed from."""
-    # A dict {task: its latest task groups, oldest first} for each task played in this segment. The
-    # older groups of a task may be from earlier segments.
+    # A dict {task: list of the latest groups of this task, oldest first}, with all tasks that were
+    # played in this segment. The older groups of a task may be from earlier segments.
     groups: dict[str, list[list[Trajectory]]]
     episodes: list[Trajectory]  # all trajectories of the segment
     # The set of action patterns of each trajectory in `episodes`, in the same order.

@@ -150,7 +150,9 @@ def run_of(agent: Path) -> Path | None:
 
 
 def hash_of(value) -> str:
-    """Returns a hash of a JSON-serialisable value. The hash is a string of 16 hexadecimal digits.
+    """Returns a hash of a value, as a string of 16 hexadecimal digits.
+
+    The value must be JSON-serialisable.
     """
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 

@@ -38,7 +38,8 @@ from typing import (
 class UsageError(ValueError):
     """An error in the user's input, such as an invalid setting or a missing file.
 
-    The message is a single line. It names the setting or the file, its value, and the fix.
+    The message is a single line. It has the name of the setting or the file, the value, and a way
+    to fix the error.
     """
 
 
@@ -204,7 +205,8 @@ def comments_of(kind: type) -> dict[str, str]:
 
     Returns:
         A dict {field name: comment}. The comment of a field is the comment at the end of the
-        field's line. If there is none, it is the comment lines directly above the field.
+        field's line. If this line has no comment, the lines of comments directly above the field
+        are used.
     """
     comments = {}
     above = []  # the comment lines since the last line of code
@@ -347,8 +349,8 @@ def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
 
     Returns:
         A tuple of two dicts: the value of each setting, and the origin of each value that is not
-        the default. The origin is "given" if the value is from the command line. If it is from a
-        preset, the origin is the name of the preset, such as "preset tiny".
+        the default. The origin is "given" if the value is from the command line. If the value is
+        from a preset, the origin is the name of the preset, such as "preset tiny".
     """
     declared = settings_of(kind) | settings_of(options)
     values = {name: setting.default for name, setting in declared.items()}
