@@ -23,7 +23,7 @@ black box.
     rollout     an episode that an agent plays for training; the rollout index counts the episodes
                 of the same task, agent and iteration
     agent       a model that acts in the environment and learns from preference pairs; the agent's
-                role determines which pairs
+                role determines the kinds of its pairs
     phase       a function that the training loop calls; a phase reads files of the run, and writes
                 one output file or folder
     ETO         the method of Song et al. (2024), a baseline in the paper
