@@ -488,8 +488,8 @@ def train_step(
     # 2. Compute log pi_ref and log pi_old. Here and in training, log-probabilities are those of the
     # sampling distribution: the softmax at the sampling temperature, with probability 0 for
     # suppressed tokens. The sampler never samples suppressed tokens, for example special tokens. If
-    # they had a probability above 0 in training, a negative advantage would raise this probability,
-    # because it lowers the probability of the sampled token and raises those of all other tokens.
+    # they had a probability above 0 in training, a negative advantage would raise it, because each
+    # decrease in the probability of a sampled token increases the probabilities of other tokens.
     sampler = run.encoder.sampler(s.grpo_temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
     if groups:
@@ -1159,8 +1159,8 @@ class Grpo:
     warm_start: Literal["sft", "none"] = "sft"
     # The number T of training steps [notes]
     grpo_steps: types.Growing[types.Count] = 120
-    # The number E of training steps between two evolutions of the task set D, which is the length
-    # of a segment [notes; summary: each iteration]
+    # The number E of training steps between two evolutions of the task set D. A segment has E steps
+    # [notes; summary: each iteration]
     evolve_every: types.Count = 10
     # The number of segments between two evaluations [notes: 20 steps]
     evaluate_every: types.Count = 2
