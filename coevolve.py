@@ -1,7 +1,8 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
-This is the method in pseudocode. SFT is supervised fine-tuning, DPO is direct preference
-optimisation, and a > b means that trajectory a is preferred to trajectory b:
+This is the method in pseudocode. SFT is supervised fine-tuning, and DPO is direct preference
+optimisation. a > b means that trajectory a is preferred to trajectory b, and `agent <- LOSS` means
+that the agent is trained with this loss:
 
     target, failure = SFT(experts, one order), SFT(experts, another order)         Eq. (3)-(5)
     for K iterations:
@@ -12,21 +13,23 @@ optimisation, and a > b means that trajectory a is preferred to trajectory b:
                    + lambda_SFT x SFT(chosen experts and successful rollouts)
 
 Three files contain the method. Read this file first, then `dpo.py` (losses and training loop), and
-then `envs.py` (environments and episodes, which exchange text only). The code in `engine/` loads
-models, runs them and saves results. You can treat it as a black box.
+then `envs.py` (environments and episodes). Agents and environments exchange only text. The folder
+`engine/` has the code that loads models, runs them and saves results. You can treat this code as a
+black box.
 
     task        an instruction for the agent, u in the paper
     episode     one attempt at a task, recorded as a trajectory e
-    expert      the expert trajectory (demonstration) of a task, which agents learn to imitate
-    rollout     an episode that an agent plays for training; its index counts the episodes of the
-                same task, agent and iteration
+    expert      the expert trajectory (demonstration) of a task; agents learn to imitate it
+    rollout     an episode that an agent plays for training; the rollout index counts the episodes
+                of the same task, agent and iteration
     agent       a model that acts in the environment and learns from preference pairs; the agent's
-                role determines which pairs
-    phase       a function called by the training loop; it reads files of the run and writes one
-                output file or folder
+                role determines the kinds of its pairs
+    phase       a function that the training loop calls; a phase reads files of the run, and writes
+                one output file or folder
     ETO         the method of Song et al. (2024), a baseline in the paper
 
-A bracket such as [App. B], [ETO] or [ours] names the source of a choice.
+A bracket names the source of a value or a design choice: the paper (for example [App. B]), the code
+of ETO [ETO], or our own choice [ours].
 
     python coevolve.py --env webshop            # --help lists the settings
 """
@@ -60,11 +63,11 @@ from environments import ENVIRONMENTS
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent of a method.
+    """An agent that a training method trains, for example the target.
 
-    The role, not the name, determines the agent's preference pairs and its loss.
+    The agent's role determines its preference pairs and its loss. The agent's name does not.
     """
-    name: str  # used in file names and tables
+    name: str  # the agent's name in file names, tables and random seeds
     # "D_tgt" is the role of the target, with the pairs of Eq. (8) and the loss of Eq. (9).
     # "D_fail" is the role of the failure agent, with the pairs of Eq. (6) and the loss of Eq. (7).
     # "own" is the role of an agent that is trained as in ETO. Its pairs compare its own rollouts
@@ -77,22 +80,22 @@ class Agent:
 # for all other roles.
 TARGET = Agent("target", "D_tgt")
 AGENTS = {"sft": [TARGET],
-          # ETO is "a DPO-only baseline" [Section 5.1]. If there is only one agent, the pairs of
-          # D_tgt are those of ETO, since there are no pairs with another agent. The preset
-          # "--method eto" sets lambda_sft to 0, and the weights of all pairs to 1.
+          # ETO is "a DPO-only baseline" [Section 5.1]. If the target is the only agent, the role
+          # D_tgt makes the same pairs as ETO, because there is no other agent to make pairs with.
+          # The preset "--method eto" sets lambda_sft to 0, and the weights of all pairs to 1.
           "eto": [TARGET],
           "coevolve": [TARGET, Agent("failure", "D_fail")],
           # A control experiment replaces the failure agent with a positive agent, which is "trained
-          # in the same manner as ETO" [Section 5.4]. The target's failures are paired with the
-          # positive agent's failures, just as with those of a failure agent [ours].
+          # in the same manner as ETO" [Section 5.4]. The target's failure pairs compare its
+          # failures with the positive agent's failures [ours].
           "positive": [TARGET, Agent("positive", "own")]}
 
 
 def coevolve(run: Run) -> None:
-    """Runs the method of Sections 4.1 to 4.3.
+    """Runs the co-evolution method (Sections 4.1 to 4.3), or one of its baselines.
 
-    The method "eto" runs the same loop, with the target as the only agent. The method "sft" stops
-    before the loop.
+    The method "eto" runs the same loop, with the target as the only agent. The method "sft" returns
+    before the loop starts.
 
     The function `once` makes a run resumable. `once(output, phase, *files, **values)` calls
     phase(run, out, *files, **values), and returns the path of the output. If the output already
@@ -100,17 +103,18 @@ def coevolve(run: Run) -> None:
     input file has changed, the phase runs again. An interrupted phase restarts from its beginning.
 
     Settings cannot be changed when a run is resumed, with a few exceptions (see the section on
-    settings below). Changes to the code do not make a phase run again, and only print a warning.
-    After such a change, start a new run with another --out, or with --branch RUN@OUTPUT.
+    settings below). If the code has changed, the program prints a warning, but it does not run
+    finished phases again. After a change of the code, start a new run with another --out, or with
+    --branch RUN@OUTPUT.
     """
     s = run.settings
     once = run.once
     agents = AGENTS[s.method]
 
-    # First, each agent is fine-tuned on the expert trajectories, Eq. (3)-(5). The agents differ
-    # only in the order of this data.
+    # First, fine-tune each agent on the expert trajectories, Eq. (3)-(5). The trained agents differ
+    # only because each agent sees the expert trajectories in a different order.
     experts = once("experts.jsonl", collect_experts, *expert_paths(s))
-    models = {}  # maps each agent's name to the folder of its model
+    models = {}  # the folder of each agent's model, by agent name
     for agent in agents:
         if agent.role == "D_fail" and s.failure_from:
             models[agent.name] = Path(s.failure_from)
@@ -122,22 +126,22 @@ def coevolve(run: Run) -> None:
     if s.method == "sft":
         return
 
-    earlier = []  # the buffer: earlier trajectory files; stays empty unless --d-fail is "buffer"
+    earlier = []  # the buffer, a list of earlier trajectory files; empty without --d-fail buffer
     for i in range(1, s.iterations + 1):
-        # Each agent plays --rollouts episodes of every task that has an expert trajectory.
-        played = {}  # maps each agent's name to its trajectory file of this iteration
+        # Let each agent play --rollouts episodes of every task that has an expert trajectory.
+        played = {}  # each agent's trajectory file of this iteration, by agent name
         for agent in agents:
             played[agent.name] = once(f"iter{i}/{agent.name}.jsonl", explore,
                                       models[agent.name], experts, name=agent.name, i=i)
 
-        # Then each agent is trained on its preference pairs. Section 4 trains the agents "in
-        # alternating phases". It does not say whether the target's pairs use the rollouts from
-        # before or after the failure agent's training, so --failure-plays chooses:
+        # Then train each agent on its preference pairs. Section 4 trains the agents "in alternating
+        # phases". The paper does not say whether the target's pairs use the failure agent's
+        # rollouts from before or after the failure agent's training. --failure-plays selects one:
         # - "before": All agents learn from the rollouts sampled above. The order in which the
         #   agents are trained makes no difference. In iteration 1, the failure agent's rollouts
         #   come from its SFT model.
-        # - "after": The failure agent is trained first, and then plays again. The target learns
-        #   from these new rollouts.
+        # - "after": The failure agent is trained first, and then plays the tasks again. The target
+        #   learns from these new rollouts.
         failure_first = s.failure_plays == "after"
         learners = agents
         if failure_first:
@@ -157,15 +161,14 @@ def coevolve(run: Run) -> None:
                                     name=name, i=i, first_rollout=s.rollouts)
 
         evaluate_all(run, models, i)
-        if s.d_fail == "buffer":  # otherwise D_fail uses only rollouts of the current iteration
+        if s.d_fail == "buffer":  # other --d-fail values use only rollouts of this iteration
             earlier += played.values()
 
 
 def expert_paths(s: Settings) -> list[Path]:
-    """Returns a list with the path given by --experts.
+    """Returns a list with the path of --experts, or an empty list without --experts.
 
-    The list is empty without --experts. The environment's scripted expert then makes the expert
-    trajectories.
+    If the list is empty, the environment's scripted expert makes the expert trajectories.
     """
     return [Path(s.experts)] if s.experts else []
 
@@ -185,20 +188,21 @@ def evaluate_all(run: Run, models: dict[str, Path], i: int) -> None:
 
 
 # ---------------------------------------------------------------------------------- the phases
-# A phase is a function phase(run, out, *files, **values). It reads `files`, writes its output to
-# the temporary path `out`, and returns numbers for phases.json. In distributed runs, all ranks run
-# the phase, but only one rank writes files.
+# A phase is a function phase(run, out, *files, **values). The phase reads the input files `files`,
+# writes its output to the temporary path `out`, and returns a dict of numbers for phases.json. In
+# distributed runs, all ranks run the phase, but only one rank writes files.
 #
 # The first phase is `collect_experts` in engine/experts.py. It tokenizes the expert trajectories.
-# It drops expert trajectories with a low reward, and those of tasks in an evaluation split.
+# It drops expert trajectories with a low reward, and expert trajectories of tasks that are also in
+# an evaluation split.
 #
-# Phases use four methods of the run:
+# Phases use four methods of the object `run`:
 #     run.load        loads a model with fp32 weights
 #     run.fit         trains a model with a new AdamW optimiser (`dpo.train`), and saves it
 #     run.log_probs   runs `dpo.token_log_probs` in parallel on all ranks
 #     run.play        runs episodes with an inference copy of a model
-# On a GPU, forward passes of training and the inference copy are in bf16, except for the included
-# model tiny.
+# By default, forward passes of training run in bf16 on a GPU, and the inference copy has bf16
+# weights. The included model tiny is an exception: its default is fp32 (see --bf16).
 
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
@@ -209,11 +213,11 @@ def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict
         out: The folder of the trained model.
         base: The folder of the model to start from.
         experts: The file of expert trajectories.
-        name: The agent's name. The name seeds the shuffling of the expert trajectories. Agents that
-            start from the same model differ only in this order.
+        name: The agent's name. It is part of the seed for shuffling the expert trajectories. If two
+            agents start from the same model, they differ only in the order of these trajectories.
 
     Returns:
-        The result of `Run.fit`.
+        The result of `Run.fit`, a dict of numbers.
     """
     s = run.settings
     rng = random.Random(seed_of(s.seed, "sft", name))
@@ -247,9 +251,9 @@ def explore(
         experts: The file of expert trajectories.
         name: The agent's name.
         i: The iteration.
-        first_rollout: The first rollout index of each task. If an agent plays twice in an
-            iteration, the second play must use new indices. The index is part of the episode's
-            seed, so reused indices would give the same seeds.
+        first_rollout: The first rollout index of each task. If an agent explores twice in an
+            iteration, the second exploration must use new indices, because the index is part of
+            each episode's seed.
 
     Returns:
         The metrics of the trajectories, see `summarise`.
@@ -285,12 +289,12 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 
 
 def summarise(trajectories: list[Trajectory], hard_threshold: float) -> dict:
-    """Computes the mean reward and other metrics of trajectories.
+    """Returns a dict with the mean reward and other metrics of trajectories.
 
-    The fractions `success`, `hard_negative` and `other_failure` are the three rates of Table 2, and
-    sum to 1. `turns` is the mean number of replies per episode. `idle` is the fraction of replies
-    that changed nothing in the environment. `turn_limit` is the fraction of episodes that reached
-    the maximum number of turns.
+    The fractions `success`, `hard_negative` and `other_failure` are the three rates of Table 2.
+    They sum to 1. `turns` is the mean number of replies per episode. `idle` is the fraction of
+    replies that changed nothing in the environment. `turn_limit` is the fraction of episodes that
+    reached the maximum number of turns.
 
     Args:
         trajectories: The trajectories. There must be at least one.
@@ -326,23 +330,23 @@ def make_pairs(
         out: The path of the pairs file to write.
         experts: The file of expert trajectories.
         played: A dict that maps each agent's name to its trajectory file of this iteration.
-        earlier: The buffer, a list of earlier trajectory files of all agents. It is empty unless
-            --d-fail is "buffer". With --failure-plays after, it also has the file of the failure
-            agent's first play in this iteration.
+        earlier: The buffer, a list of earlier trajectory files of all agents. The list is empty
+            unless --d-fail is "buffer". With --failure-plays after, the list may also have the
+            failure agent's first trajectory file of this iteration.
         trains: The name of the agent that learns from the pairs.
         role: The role of this agent, see `Agent`.
 
     Returns:
-        The number of pairs of each kind (`pairs`), and the number of comparisons that made no pair,
-        by reason (`dropped`).
+        A dict with two counters. `pairs` counts the pairs of each kind. `dropped` counts the
+        unusable trajectories and the comparisons that made no pair, by reason.
     """
     s = run.settings
     dropped = Counter()
     own = by_task(read(played[trains]))
     others = by_task(read(*[played[name] for name in played if name != trains]))
     if role == "D_fail" and s.d_fail == "buffer":
-        # Add the buffer, which has trajectories of all agents. The new Counter is thrown away,
-        # because unusable trajectories of the buffer were counted in their own iteration.
+        # Add the buffer, which has trajectories of all agents. Unusable trajectories of the buffer
+        # were already counted in an earlier phase, so they are not counted in `dropped` again.
         for task, trajectories in by_task(usable(read(*earlier), Counter())).items():
             own[task] += trajectories
 
@@ -376,7 +380,7 @@ def by_task(trajectories: list[Trajectory]) -> defaultdict:
 def usable(trajectories: list[Trajectory], dropped: Counter) -> list[Trajectory]:
     """Returns the trajectories that can be used for training, and counts the others in `dropped`.
 
-    If an episode filled the context, it was interrupted and has no final reward. Its trajectory is
+    An episode that fills the context is interrupted, so it has no final reward. Its trajectory is
     therefore not used in any pair, not even as the rejected side [ours]. Trajectories without
     action tokens are not used either.
     """
@@ -413,15 +417,15 @@ def train_preferences(
         reference: The folder of pi_ref, the reference model of DPO.
         pairs: The pairs file from `make_pairs`.
         experts: The file of expert trajectories.
-        others: The trajectory files of the rollouts. The pairs file has no trajectories itself. It
-            refers to them by task, agent, iteration and rollout index.
+        others: The trajectory files of the rollouts. They are needed because the pairs file refers
+            to each trajectory only by its task, agent, iteration and rollout index.
         name: The agent's name.
         role: The agent's role, see `Agent`.
         i: The iteration.
 
     Returns:
-        The result of `Run.fit`, and `dropped`, if any pairs were dropped. If there are no pairs,
-        the agent is copied unchanged.
+        The result of `Run.fit`. If pairs were dropped, the dict also has their number by reason
+        (`dropped`). If there are no pairs, `out` is an unchanged copy of the agent.
     """
     s = run.settings
     dropped = Counter()
@@ -431,9 +435,9 @@ def train_preferences(
     if not groups:
         return run.copy_agent(agent, out) | counts
 
-    # Before training, compute log pi_ref(e|u) of all trajectories. It is the log-probability of a
-    # trajectory e given its task u. The reference model can then be freed before the agent is
-    # loaded, so only one model is in memory at a time.
+    # Before training, compute the log-probability log pi_ref(e|u) of each trajectory e given its
+    # task u. The reference model is then freed before the agent is loaded, so only one model is in
+    # memory at a time.
     model = run.load(reference)
     if s.reference == "none":  # pi_ref = 1
         for t in dpo.trajectories_of(groups):
@@ -446,7 +450,8 @@ def train_preferences(
 
     # App. B gives a range for the learning rate and a range for beta. As in ETO's scripts, we use
     # the first value of each range in iteration 1, and the last value in all later iterations.
-    # Eq. (9) has the weights lambda_DPO and lambda_SFT. With the weights 1 and 0 it is Eq. (7).
+    # Eq. (9) has the weights lambda_DPO and lambda_SFT. If lambda_DPO is 1 and lambda_SFT is 0,
+    # Eq. (9) is the same as Eq. (7).
     lr = s.dpo_lr if i == 1 else s.dpo_lr_later
     beta = s.beta if i == 1 else s.beta_later
     lambda_dpo, lambda_sft = s.lambda_dpo, s.lambda_sft
@@ -471,8 +476,8 @@ def preference_groups(
 
     Args:
         pairs: The pairs.
-        experts: The expert trajectories. Their numbers of replies determine where rejected
-            trajectories are truncated, see --cut-turns.
+        experts: The expert trajectories. The number of replies of a task's expert trajectory
+            determines where rejected trajectories of the task are truncated, see --cut-turns.
         s: The settings.
         encoder: An `engine.chat.Encoder`.
         dropped: A counter of dropped pairs. A pair is dropped if its two sides are equal after the
@@ -480,16 +485,16 @@ def preference_groups(
 
     Returns:
         One group for each task with pairs. A group stores each trajectory only once, even if
-        several pairs use it. A trajectory that is chosen in one pair, and truncated as the rejected
-        side of another pair, is stored in both forms.
+        several pairs use it. If a trajectory is chosen in one pair and rejected in another pair, a
+        group may store two versions: the full trajectory and the truncated trajectory.
     """
     expert_turns = {expert.task: expert.turns for expert in experts}
-    groups = defaultdict(Group)  # maps each task id to its group
+    groups = defaultdict(Group)  # the group of each task, by task id
     for pair in pairs:
         task = pair.chosen.task
         rejected = pair.rejected
-        # Truncate the rejected trajectory to at most `cut_turns` more replies than the expert
-        # trajectory. ETO does this. The paper does not mention it.
+        # Truncate the rejected trajectory so that it has at most `cut_turns` more replies than the
+        # expert trajectory. ETO truncates in the same way. The paper does not mention truncation.
         if s.cut_turns >= 0:
             rejected = encoder.cut(rejected, expert_turns[task] + s.cut_turns)
         if same_tokens(pair.chosen, rejected):
@@ -514,8 +519,9 @@ def preference_steps(
     """Returns the batches of preference training, one batch per optimiser step.
 
     By default, the batches cover --dpo-epochs epochs over the pairs. If --dpo-steps is set, the
-    target gets exactly --dpo-steps batches. Targets of different runs can then be compared after
-    the same number of steps, even if they have different numbers of pairs.
+    target agent is trained on exactly --dpo-steps batches. This makes the targets of different runs
+    comparable, because all of them are trained for the same number of steps. Without --dpo-steps,
+    the number of steps depends on the number of pairs.
 
     Args:
         groups: The groups, one for each task with pairs.
@@ -527,7 +533,8 @@ def preference_steps(
     rng = random.Random(seed_of(s.seed, "dpo", name, i))
     if role != "D_tgt" or s.dpo_steps == 0:
         return dpo.batches(groups, s.dpo_batch, rng, s.dpo_epochs)
-    # Each epoch has at least one batch, so --dpo-steps epochs are enough. Drop surplus batches.
+    # Each epoch has at least one batch, so --dpo-steps epochs have at least --dpo-steps batches.
+    # The slice at the end drops all further batches.
     return dpo.batches(groups, s.dpo_batch, rng, epochs=s.dpo_steps)[:s.dpo_steps]
 
 
@@ -548,22 +555,22 @@ def d_tgt(
         own: The target's rollouts of the task in this iteration, e_tgt in the paper.
         others: The other agents' rollouts of the task in this iteration, e_fail in the paper.
         s: The settings.
-        dropped: A counter of comparisons that make no pair, by reason.
+        dropped: A counter of unusable trajectories and of comparisons that make no pair, by reason.
     """
-    comparisons = len(own) * len(others)  # counts all rollouts, also successes and unusable ones
+    comparisons = len(own) * len(others)  # includes successes and unusable trajectories
     own = usable(own, dropped)
     others = usable(others, dropped)
 
-    # Eq. (8): D_tgt = {(e_exp, e_tgt), (e_exp, e_fail)} u F_tgt x F_fail, where `u` is a union and
-    # the first trajectory of each pair is chosen. e_exp is the expert trajectory. F_tgt and F_fail
-    # are the failures of the target and of the failure agent.
+    # Eq. (8): D_tgt is the union of {(e_exp, e_tgt), (e_exp, e_fail)} and F_tgt x F_fail. The first
+    # trajectory of each pair is the chosen trajectory. e_exp is the expert trajectory. F_tgt and
+    # F_fail are the failures of the target and of the failure agent.
     pairs = against_expert(expert, own + others, s, dropped)
 
     # Section 4.3: "the total weight of all expert-prediction pairs generated for a given
     # instruction sums to 1.0". We use these weights in the SFT term as well [ours]. The SFT weight
     # stays 0 if the chosen trajectory is an agent's failure, even if the failure has a higher
-    # reward than the expert trajectory. This is "to avoid introducing misleading supervision from
-    # incorrect trajectories".
+    # reward than the expert trajectory. The reason for the SFT weight 0 is "to avoid introducing
+    # misleading supervision from incorrect trajectories".
     for pair in pairs:
         if s.pair_weights == "instruction":
             pair.weight = 1.0 / len(pairs)
@@ -575,12 +582,12 @@ def d_tgt(
     # failure pairs receive full emphasis".
     #
     # In the paper, each agent plays each task once. The expert pairs of a task have a total weight
-    # of 1, and its only failure pair has the weight 1. With R rollouts per agent, a task has up to
-    # R x R failure pairs. We give each of them the weight 1 / (R x R), so that their total weight
-    # is also at most 1 [ours].
+    # of 1, and the only failure pair of the task has the weight 1. With R rollouts per agent, a
+    # task has up to R x R failure pairs. Here, each failure pair has the weight 1 / (R x R), so the
+    # total weight of all failure pairs of a task is at most 1 [ours].
     #
-    # In Eq. (8), the target's failure is always the chosen side. We choose the failure with the
-    # higher reward instead, as in Eq. (6) [ours].
+    # In Eq. (8), the target's failure is always the chosen trajectory. In this code, the chosen
+    # trajectory is the failure with the higher reward, as in Eq. (6) [ours].
     if s.d_tgt_failures == "none":
         return pairs
     for pair in ordered_failures(itertools.product(own, others), dropped):
@@ -601,9 +608,10 @@ def against_expert(
 ) -> list[Pair]:
     """Pairs each trajectory of a task with the expert trajectory of the task.
 
-    We follow the function construct_preference of ETO. If the rewards are equal, there is no pair.
-    Otherwise the trajectory with the higher reward is chosen, even if it is not the expert
-    trajectory (see --expert-beaten). In Eq. (8), by contrast, the expert is always chosen.
+    The rules are those of the function construct_preference of ETO. Two trajectories with the same
+    reward make no pair. Otherwise the trajectory with the higher reward is chosen, even if this is
+    the agent's trajectory (see --expert-beaten). In Eq. (8), by contrast, the expert trajectory is
+    always chosen.
 
     Args:
         expert: The expert trajectory of the task.
@@ -644,17 +652,17 @@ def d_fail(
             this list also has the earlier trajectories of all agents.
         others: The other agents' rollouts of the task in this iteration.
         s: The settings.
-        dropped: A counter of comparisons that make no pair, by reason.
+        dropped: A counter of unusable trajectories and of comparisons that make no pair, by reason.
     """
-    if s.d_fail == "none":  # no preference training: the failure agent stays as it is after SFT
+    if s.d_fail == "none":  # without pairs, the failure agent is not trained after SFT
         return []
     own = usable(own, dropped)
     others = usable(others, dropped)
     # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}, where the failure e_w is preferred to the
-    # failure e_l. So each pair has one failure of the target and one of the failure agent. By
-    # default, we also use pairs of two failures from the same agent, because the failure agent
-    # learns from failures "from both the target and itself" (Section 4.2). Such pairs need several
-    # rollouts per task, and the paper has one.
+    # failure e_l. Each of these pairs has one failure of the target and one failure of the failure
+    # agent. By default, we also use pairs of two failures from the same agent, because the failure
+    # agent learns from failures "from both the target and itself" (Section 4.2). Pairs from one
+    # agent exist only with several rollouts per task. The paper samples one rollout per task.
     candidates = itertools.combinations(others + own, 2)
     if s.d_fail == "cross":
         candidates = itertools.product(others, own)
@@ -662,7 +670,7 @@ def d_fail(
 
 
 def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[Pair]:
-    """Makes pairs from candidates, in which the failure with the higher reward is chosen.
+    """Makes pairs of two failures. The failure with the higher reward is the chosen trajectory.
 
     Args:
         candidates: Tuples of two trajectories of the same task.
@@ -694,14 +702,14 @@ def same_tokens(a: Trajectory, b: Trajectory) -> bool:
 
 
 # ------------------------------------------------------------------------------------ settings
-# The comment above a setting is its --help text. The bracket at the end names the source of the
-# default: a section of the paper, the scripts of ETO (Song et al.), or our own choice [ours]. If
-# the default is None, the bracket describes what is used instead.
+# The comment above a setting is its --help text. The bracket at the end of the comment names the
+# source of the default: a section of the paper, the scripts of ETO (Song et al.), or our own choice
+# [ours]. If the default is None, the bracket describes what is used instead.
 #
-# The type of a setting restricts its values. It also determines if the setting can change when a
-# run is resumed. A setting of type Free can change, because it does not affect the results, except
-# for rounding errors. A setting of type Growing can only be increased. Changing any other setting
-# raises an error.
+# The type of a setting restricts its values. The type also determines whether the setting can
+# change when a run is resumed. A setting of type Free can change, because it affects the results
+# only by rounding errors. A setting of type Growing can only be increased. Changing any other
+# setting raises an error.
 
 
 @dataclass(frozen=True)
@@ -718,13 +726,14 @@ class Data:
     seed: types.Whole = 0
     # Output folder [runs/ENV-METHOD-sSEED]
     out: types.Free[Optional[str]] = None
-    # Start from another run. In RUN@OUTPUT, RUN is the folder of that run and OUTPUT is one of its
-    # outputs. Outputs before OUTPUT are reused, and the rest is computed with these settings [none]
+    # Start from another run. In RUN@OUTPUT, RUN is the folder of that run, and OUTPUT is one of its
+    # outputs. The outputs before OUTPUT are reused. OUTPUT and all later outputs are computed with
+    # the settings of this run [none]
     branch: types.Free[Optional[str]] = None
     # Run all phases on only a few tasks, in about a minute with the model tiny [ours]
     quick: bool = False
-    # Experiment tracker for logging, such as tensorboard or wandb, or any other tracker that
-    # accelerate supports [none]
+    # Experiment tracker for logging: tensorboard, wandb, or any other tracker that accelerate
+    # supports [none]
     track: types.Free[Optional[str]] = None
     # File of expert trajectories: the data of ETO, the data of IPR, or a trajectory file of another
     # run. From a trajectory file, the trajectory with the highest reward of each task is used
@@ -739,8 +748,8 @@ class Data:
     eval_tasks: types.Whole = 0
     # Splits to evaluate on; use "validation" to tune settings or to choose an iteration [Table 1]
     eval_splits: Literal["test", "validation", "all"] = "test"
-    # Format of observations; "short" is for small models, and leaves out repeated text, and the
-    # ReAct thoughts of scripted expert trajectories [ours]
+    # Format of the text that the agent sees; "short" is for small models, and leaves out repeated
+    # text. With "short", scripted expert trajectories also have no ReAct thoughts [ours]
     view: Literal["full", "short"] = "full"
     # Maximum number of tokens in a trajectory (context length); a longer episode is stopped [ours]
     max_tokens: types.Count = 4096
@@ -753,12 +762,12 @@ class Sft:
     """SFT on expert trajectories (Section 4.1), and training settings for all methods"""
     # Number of epochs over the expert trajectories [App. B]
     sft_epochs: types.Count = 3
-    # Number of expert trajectories per SFT step [App. B]
+    # Batch size of SFT, in expert trajectories [App. B]
     sft_batch: types.Count = 48
     # Peak learning rate of SFT [App. B]
     sft_lr: types.Rate = 1e-5
-    # Fraction of SFT steps with linear warmup; the learning rate then follows a cosine decay
-    # [App. B]
+    # Fraction of the SFT steps used for linear warmup; after warmup, the learning rate follows a
+    # cosine decay [App. B]
     sft_warmup: types.Share = 0.03
     # Weight decay of AdamW, for SFT and all other training [ETO]
     weight_decay: types.Weight = 0.0
@@ -775,11 +784,10 @@ class Common(MachineSettings, Sft, Data):
 @dataclass(frozen=True)
 class Preferences:
     """Exploration and preference training (Sections 4.2 and 4.3)"""
-    # Number K of iterations, each with exploration and preference training [App. B; 5 on
+    # Number K of iterations; each iteration has exploration and preference training [App. B; 5 on
     # InterCodeSQL]
     iterations: types.Growing[types.Count] = 3
-    # Number of rollouts per task and agent, in each iteration if the method has iterations
-    # [Section 5.2.1]
+    # Number of rollouts that an agent samples per task, in each iteration [Section 5.2.1]
     rollouts: types.Count = 1
     # Sampling temperature of rollouts; trained agents are always evaluated with greedy decoding
     # [ours; ETO: 0]
@@ -790,15 +798,15 @@ class Preferences:
     # [ours]
     dpo_steps: types.Whole = 0
     # Batch size: maximum number of pairs per optimiser step. All pairs of a task are in the same
-    # batch, so that each trajectory needs only one forward pass. A task with more pairs than this
-    # gets a batch of its own [App. B]
+    # batch, so that each trajectory needs only one forward pass. A task with more pairs than the
+    # maximum gets its own batch [App. B]
     dpo_batch: types.Count = 32
     # Learning rate of preference training in iteration 1 [App. B; ETO]
     dpo_lr: types.Rate = 1e-6
     # Learning rate of preference training in later iterations [App. B; ETO]
     dpo_lr_later: types.Rate = 5e-7
-    # Fraction of the steps of an iteration with linear warmup; the learning rate then stays
-    # constant [ETO]
+    # Fraction of the optimiser steps in an iteration used for linear warmup; after warmup, the
+    # learning rate stays constant [ETO]
     dpo_warmup: types.Share = 0.1
     # Factor beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
     beta: types.Rate = 0.1
@@ -808,20 +816,20 @@ class Preferences:
     lambda_dpo: types.Weight = 1.0
     # Weight of the SFT term in Eq. (9); ETO has no SFT term [Section 4.3; ETO: Section 5.1]
     lambda_sft: types.Weight = 0.1
-    # In the DPO term, the log-probability of a trajectory is the sum or the mean of its action
-    # tokens' log-probabilities [Eq. 2, 5, 7]
+    # Log-probability of a trajectory in the DPO term: the "sum" or the "mean" of the
+    # log-probabilities of its action tokens [Eq. 2, 5, 7]
     log_prob_reduction: Literal["sum", "mean"] = "sum"
     # Reference model pi_ref of DPO: "iteration" is the agent at the start of the iteration, "sft"
     # is the agent after SFT, and "none" means no reference model (pi_ref = 1) [ETO; IPR: sft]
     reference: Literal["iteration", "sft", "none"] = "iteration"
-    # Denominator of the batch loss (both the DPO and the SFT term): "weights" is the sum of the
-    # weights of all pairs in the batch, "pairs" is the number of these pairs [ours]
+    # Denominator of the batch loss, for both the DPO term and the SFT term: "weights" is the sum of
+    # the weights of all pairs in the batch, and "pairs" is the number of these pairs [ours]
     denominator: Literal["weights", "pairs"] = "weights"
-    # What to do if an agent's reward is higher than the expert's: "swap" makes the agent's
-    # trajectory the chosen one, "drop" makes no pair [ETO]
+    # What to do if an agent's trajectory has a higher reward than the expert trajectory: "swap"
+    # makes the agent's trajectory the chosen one, and "drop" makes no pair [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
     # Weights of the target's expert pairs: "instruction" makes the weights of each task sum to 1,
-    # "none" gives each pair the weight 1, as in ETO [Section 4.3; ETO: Section 5.1]
+    # and "none" gives each pair the weight 1, as in ETO [Section 4.3; ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
     # Weight of each failure pair of the target: "rollouts" is 1 / (M x N), where the target has M
     # rollouts of the task and the other agents have N; "none" gives each pair the weight 1 [ours]
@@ -832,11 +840,13 @@ class Preferences:
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
     # Minimum reward of a hard negative; a failure with a lower reward is not hard [Section 5.2.1]
     hard_threshold: types.Weight = 0.6
-    # Truncate each rejected trajectory so that it has at most this many more replies than the
-    # expert trajectory; a negative value turns truncation off [ETO]
+    # Maximum number of replies that a rejected trajectory may have in addition to the expert
+    # trajectory's number of replies. Longer rejected trajectories are truncated; a negative value
+    # turns truncation off [ETO]
     cut_turns: int = 5
-    # Tokens of rejected trajectories: "count" uses all action tokens in log pi, "leave out" masks
-    # the end-of-turn tokens and the reply that ended the episode [Eq. 7]
+    # Whether log pi of a rejected trajectory includes the end-of-turn tokens and the reply that
+    # ended the episode: "count" includes them, and "leave out" masks them, so that the DPO loss
+    # does not make them less likely [Eq. 7]
     rejected_ends: Literal["count", "leave out"] = "count"
 
 
@@ -845,7 +855,8 @@ class FailureAgent:
     """The failure agent (Section 4.2)"""
     # Failure pairs of the failure agent: "all" compares any two failures of a task in the current
     # iteration; "cross" compares only failures of different agents, as in Eq. (6); "buffer" also
-    # uses failures of earlier iterations; "none" skips this training [Section 4.2]
+    # uses failures of earlier iterations; "none" trains the failure agent only with SFT
+    # [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
     # Rollouts of the failure agent in the target's pairs: sampled "before" or "after" the failure
     # agent's training in this iteration; with "after", the failure agent plays twice per iteration
@@ -859,15 +870,16 @@ class FailureAgent:
 @dataclass(frozen=True)
 class Settings(FailureAgent, Preferences, Common, types.Stated):
     """All settings of a run"""
-    # The settings that --help lists. `--help all` lists all settings.
+    # The most important settings. --help lists only these, and `--help all` lists all settings.
     essential = ("env", "method", "model", "seed", "out", "branch", "quick", "experts",
                  "train_tasks", "eval_tasks", "eval_splits", "max_tokens", "max_new_tokens",
                  "sft_epochs", "sft_lr", "iterations", "rollouts", "temperature", "dpo_epochs",
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
-    # Presets change the defaults of settings. "tiny" applies to the model tiny, "eto" applies to
-    # ETO's protocol (--protocol eto), "--method eto" applies to this method, "quick" applies to
-    # --quick. If several presets set the same setting, the last one wins. Environments define
-    # additional presets.
+    # Presets change the defaults of settings. The preset "tiny" applies to runs with the model
+    # tiny, "eto" to runs with --protocol eto, "--method eto" to runs with this method, "quick" to
+    # runs with --quick, and "quick tiny" to runs with both --quick and the model tiny. If several
+    # presets change the same setting, the last preset in this order has priority. Environments
+    # define additional presets.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
                "--method eto": dict(lambda_sft=0.0, pair_weights="none"),  # DPO alone
@@ -884,7 +896,7 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
 
 
 def largest_group(s: Settings) -> int:
-    """Returns the number of trajectories of a task: the expert's and all rollouts."""
+    """Returns the number of trajectories of a task: one expert trajectory and all rollouts."""
     return 1 + len(AGENTS[s.method]) * s.rollouts
 
 

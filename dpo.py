@@ -5,14 +5,14 @@ arXiv 2511.22254. Its notation is:
 
     u        a task
     e        a trajectory
-    t_k      the action tokens of a trajectory
+    t_k      the k-th action token of a trajectory; t_<k are all tokens before t_k
     pi       the policy, which is the model being trained
-    pi_ref   the reference model, to which DPO (direct preference optimisation) compares the policy
+    pi_ref   the reference model; DPO (direct preference optimisation) compares the policy to it
     SFT      supervised fine-tuning
 
-Precision: weights, gradients and AdamW states are fp32. On a GPU, forward passes run in bf16,
-except for the included model tiny (see `engine.forward_passes` and `engine.models`). Logits are
-cast to fp32. Sums over tokens and losses are computed in fp64.
+Precision: weights, gradients and AdamW states are fp32. On a GPU, forward passes run in bf16 by
+default, except for the included model tiny (see `engine.forward_passes` and `engine.models`).
+Logits are cast to fp32. Losses, and sums over tokens, are computed in fp64.
 
 Shapes:
 
@@ -20,7 +20,9 @@ Shapes:
     L        tokens in the longest of these trajectories
     K        positions at which a forward pass computes logits
     V        tokens in the vocabulary
-    T, A, P  trajectories, action tokens and pairs in a list of groups
+    T        trajectories in a list of groups
+    A        action tokens in a list of groups, or in a batch of trajectories
+    P        pairs in a list of groups
 
 Log-probabilities are in nats.
 """
@@ -42,7 +44,7 @@ from torch.nn.utils.rnn import pad_sequence
 # ----------------------------------------------------------------------- trajectories and pairs
 
 Ids = list[int]   # token ids, or a mask with one entry per token
-ROUNDING = 1e-9   # two rewards count as equal if they differ by at most this much
+ROUNDING = 1e-9   # the largest difference between two rewards that count as equal
 
 
 @dataclass
@@ -54,29 +56,31 @@ class Trajectory:
     task: str = ""
     agent: str = ""                  # name of the agent that acted
     iteration: int = 0               # iteration of the training loop
-    rollout: int = 0                 # index among the rollouts of this task, agent and iteration
+    rollout: int = 0                 # rollout index for this task, agent and iteration
     seed: int = 0                    # seed of the episode's random number generator
     messages: list[dict] = field(default_factory=list)    # the conversation, {role, content}
-    ids: Ids = field(default_factory=list)          # (l,) prompt, replies and observations
-    # (l,) 1 for action tokens, and 0 for all other tokens. The action tokens are the tokens that
-    # the agent sampled. In an expert trajectory, they are the tokens of all replies, including the
-    # end-of-turn tokens.
+    ids: Ids = field(default_factory=list)  # (l,) token ids of prompt, replies and observations
+    # (l,) The mask is 1 for action tokens, and 0 for all other tokens. The action tokens are the
+    # tokens that the agent sampled. In an expert trajectory, the action tokens are the tokens of
+    # all replies, including the end-of-turn tokens.
     action_mask: Ids = field(default_factory=list)
-    # Log-probabilities of the sampled tokens, as recorded by the sampler. Only used for logging.
+    # Log-probabilities of the sampled tokens, as recorded by the sampler. They are used only for
+    # logging.
     log_probs: list[float] = field(default_factory=list)
     reward: float = 0.0              # in [0, 1], or in [-1, 1] with the protocol of ETO
-    raw_reward: float | None = None  # reward before clipping, if the environment clips it
+    raw_reward: float | None = None  # reward before clipping, or None if there is no clipping
     turns: int = 0                   # number of replies
-    idle: int = 0                    # number of replies that changed nothing
-    # The reason why the episode ended:
+    idle: int = 0                    # number of replies that changed nothing in the environment
+    # The reason why the episode ended, or "" while it is running:
     #     "done"           the environment ended the episode
     #     "turn_limit"     the agent reached the maximum number of replies
     #     "context_limit"  the trajectory reached the maximum number of tokens
-    #     "refused"        an API endpoint refused a request (only in evaluation of an endpoint)
+    #     "refused"        an API endpoint refused a request (only if an endpoint is evaluated)
     ended: str = ""
 
-    # log pi_ref(e|u). `add_references` computes this value. It has no type annotation, so it is not
-    # a dataclass field. It is therefore not saved to files, and dataclasses.replace resets it.
+    # `reference` is log pi_ref(e|u), which `add_references` computes. This attribute has no type
+    # annotation, so it is not a dataclass field. It is therefore not saved to files, and
+    # dataclasses.replace resets it to None.
     reference = None
 
     def extend(self, ids: Ids, is_action: bool) -> None:
@@ -87,7 +91,8 @@ class Trajectory:
     def action_count(self) -> int:
         """The number of action tokens that the model predicts.
 
-        The first token of the trajectory does not count, because no token before it predicts it.
+        The first token of the trajectory is not counted. The model cannot predict this token,
+        because there is no token before it.
         """
         return sum(self.action_mask[1:])
 
@@ -106,20 +111,20 @@ def better(reward: float, other: float) -> bool:
 
 
 def equal(reward: float, other: float) -> bool:
-    """Returns True if two rewards are equal up to rounding."""
+    """Returns True if two rewards are equal up to a rounding error."""
     return abs(reward - other) <= ROUNDING
 
 
 @dataclass
 class Pair:
     """A preference between two trajectories of the same task."""
-    kind: str                # names both sides, chosen first, for example "expert>target"
+    kind: str                # the chosen and the rejected side, for example "expert>target"
     chosen: Trajectory
     rejected: Trajectory
     weight: float = 1.0      # weight of the pair in the DPO term
     sft_weight: float = 0.0  # weight of the chosen trajectory in the SFT term
-    # One entry for each optimiser step on this pair: log pi(e|u) of the chosen trajectory, log
-    # pi(e|u) of the rejected trajectory, and the margin (see `dpo_loss`).
+    # The history has one entry for each optimiser step on this pair. An entry has three numbers:
+    # log pi(e|u) of the chosen and of the rejected trajectory, and the margin (see `dpo_loss`).
     history: list[tuple[float, float, float]] = field(default_factory=list)
 
 
@@ -127,8 +132,8 @@ class Pair:
 class Group:
     """The trajectories of one task, and the pairs that compare them.
 
-    Each trajectory is stored only once, even if it is in several pairs. An optimiser step therefore
-    needs one forward pass per trajectory, and not one per pair.
+    Each trajectory is stored only once, even if it is in several pairs. In an optimiser step, each
+    trajectory therefore needs only one forward pass, and not one for each of its pairs.
     """
     trajectories: list[Trajectory] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
@@ -180,15 +185,15 @@ def token_log_probs(
         trajectories: The batch of trajectories.
         logits_processor: A function that maps logits (A, V) to processed logits (A, V). The policy
             pi is the softmax of the processed logits. By default, the logits are only cast to fp32.
-            Methods that train the sampling distribution, such as GRPO in evolve.py, apply the
-            sampling temperature and mask suppressed tokens here.
+            GRPO in evolve.py trains the sampling distribution. Its logits processor therefore
+            applies the sampling temperature, and masks tokens that the sampler never samples.
 
     Returns:
-        The log-probabilities of all trajectories, concatenated, (A,), in nats.
+        The log-probabilities of all action tokens, (A,), in nats, in the order of the trajectories.
     """
     device = next(model.parameters()).device
-    # No attention mask is needed: padding is on the right, and attention is causal, so no token
-    # attends to the padding after it.
+    # No attention mask is needed. The padding is on the right, and attention is causal, so the
+    # tokens of a trajectory never attend to the padding.
     ids = pad_right([t.ids for t in trajectories]).to(device)                     # (B, L)
     mask = pad_right([t.action_mask for t in trajectories]).to(device)            # (B, L)
 
@@ -207,7 +212,7 @@ def token_log_probs(
 
 
 def pad_right(sequences: list[Ids]) -> Tensor:
-    """Stacks sequences into one tensor, (B, L), padded with zeros on the right."""
+    """Stacks sequences into one tensor, (B, L), and pads them with zeros on the right."""
     sequences = [torch.tensor(sequence) for sequence in sequences]
     return pad_sequence(sequences, batch_first=True, padding_value=0)
 
@@ -215,9 +220,10 @@ def pad_right(sequences: list[Ids]) -> Tensor:
 def logits_at(positions: Tensor, model, **inputs) -> Tensor:
     """Computes the logits at the given positions of each sequence in a batch, (B, K, V).
 
-    The option `logits_to_keep` makes the model compute only these logits, which saves memory. Some
-    models do not have the option, and some wrappers hide it, such as peft's. The logits of all
-    positions are then computed, and the others are discarded.
+    The argument `logits_to_keep` makes the model compute only these logits, which saves memory.
+    Some models do not have this argument, and some wrappers hide it, for example peft's. For these
+    models, the logits of all positions are computed, and the logits of other positions are
+    discarded.
     """
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**inputs, use_cache=False, logits_to_keep=positions).logits
@@ -238,29 +244,29 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
     counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
     owners = torch.arange(len(counts)).repeat_interleave(counts).to(per_token.device)  # (A,)
     # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over the action tokens t_k. Tokens of the
-    # prompt and of observations are context, and are not part of the sum. We sum in fp64. Sums can
-    # be hundreds of nats, and in fp32 their rounding error would be larger than the change that a
-    # late optimiser step makes.
+    # prompt and of observations are context, and are not part of the sum. The sum is computed in
+    # fp64, because it can be hundreds of nats. In fp32, its rounding error would be larger than the
+    # change of the sum in a late optimiser step.
     zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
     return zeros.index_add(0, owners, per_token.double())
 
 
 # -------------------------------------------------------------------------------------- losses
-# A loss function is called as loss(policy, groups), where `policy` has log pi of all action tokens
-# in the groups, (A,). It returns two dicts:
+# A loss function is called as loss(policy, groups). The tensor `policy`, (A,), contains log pi of
+# all action tokens in the groups. A loss function returns two dicts:
 # - Losses: scalar tensors, each summed over the groups. The entry `loss` is minimised. All other
 #   entries are only logged, for example the terms of the loss.
-# - Statistics: a dict {kind of pair: {name: sum}}, for logging. The entry `count` is the number of
-#   pairs of this kind. All other sums are divided by `count` to compute means.
+# - Statistics: a dict {kind of pair: {name: sum}}, for logging. The sum named `count` is the number
+#   of pairs of this kind. All other sums are divided by `count` to compute means.
 #
-# Losses are sums, so `train` divides them by denominator(batch). The denominator is `action_count`
-# for SFT, and `pair_weight` or `pair_count` for Eq. (9).
+# Losses are sums, so `train` divides them by denominator(batch). The denominator function is
+# `action_count` for SFT, and `pair_weight` or `pair_count` for Eq. (9).
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Computes the SFT loss, Eq. (3)-(5), summed over all trajectories in the groups."""
     # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), where A is the set of the tokens that
-    # belong to thoughts and actions. `policy` has only these tokens.
+    # belong to thoughts and actions. The tensor `policy` contains log pi of only these tokens.
     return dict(loss=-policy.double().sum()), {}
 
 
@@ -302,21 +308,21 @@ def preference_loss(
 ) -> tuple[dict, dict]:
     """Computes Eq. (9), summed over all pairs in the groups.
 
-    Eq. (9) is weighted DPO plus SFT on the chosen trajectories. If lambda_dpo is 1 and every
-    sft_weight is 0, it becomes Eq. (7), the loss of the failure agent.
+    Eq. (9) is weighted DPO plus SFT on the chosen trajectories. Eq. (7), the loss of the failure
+    agent, is the special case in which lambda_dpo and all DPO weights are 1, and lambda_sft is 0.
 
     Args:
         policy: log pi of all action tokens, (A,).
-        groups: The tasks. Each of their trajectories must have a reference.
+        groups: The groups, one per task. The attribute `reference` of each trajectory must be set.
         beta: The factor beta in Eq. (7).
         lambda_dpo, lambda_sft: The weights of the DPO term and of the SFT term.
         log_prob_reduction: "sum" or "mean". In the DPO term, the log-probability of a trajectory is
             the sum or the mean of its token log-probabilities.
 
     Returns:
-        A dict with the `loss` and its terms `dpo` and `sft`, where loss = dpo + sft. The terms
-        already include the lambdas and the weights of the pairs. The second item is the result of
-        `pair_statistics`.
+        A tuple of two dicts. The first dict has the `loss` and its terms `dpo` and `sft`, where
+        loss = dpo + sft. The terms already include the lambdas and the weights of the pairs. The
+        second dict is the result of `pair_statistics`.
     """
     trajectories = trajectories_of(groups)
     pi = action_log_probs(policy, trajectories)                                   # (T,)
@@ -329,7 +335,7 @@ def preference_loss(
     chosen = [index[id(pair.chosen)] for pair in pairs]                           # (P,)
     rejected = [index[id(pair.rejected)] for pair in pairs]                       # (P,)
 
-    # Compute the DPO term from sums or means over action tokens.
+    # Compute the DPO term from the sums or the means of the token log-probabilities.
     pi_scored = pi
     ref_scored = ref
     if log_prob_reduction == "mean":
@@ -340,7 +346,8 @@ def preference_loss(
                                   ref_scored[chosen], ref_scored[rejected], beta)  # (P,) each
 
     # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)]. `train` later divides both terms
-    # by the same denominator. This denominator also counts failure pairs, which have no SFT term.
+    # by the same denominator. The denominator of the SFT term therefore also counts failure pairs,
+    # although failure pairs have no SFT term.
     imitation = -pi[chosen]                                                       # (P,)
     weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
@@ -363,7 +370,7 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
     """Returns log pi_ref(e|u) of each trajectory, (T,).
 
     Raises:
-        ValueError: A trajectory has no reference.
+        ValueError: The attribute `reference` of a trajectory is not set.
     """
     for t in trajectories:
         if t.reference is None:
@@ -384,7 +391,7 @@ def pair_statistics(pairs: list[Pair], *columns: Tensor) -> dict:
 
     Returns:
         A dict {kind of pair: {name: sum}}. The sum named `accuracy` is the number of pairs with a
-        positive margin.
+        positive margin. The sum named `count` is the number of pairs.
     """
     sums = defaultdict(Counter)
     rows = torch.stack(columns, 1).tolist()                                       # (P, 5)
@@ -408,8 +415,8 @@ def batches(
     """Shuffles the groups in each epoch, and splits them into batches.
 
     Args:
-        groups: The groups, one per task. All pairs of a group are in the same batch. A group
-            without pairs, as in SFT, counts as one pair.
+        groups: The groups, one per task. All pairs of a group are in the same batch. In SFT, groups
+            have no pairs. A group without pairs counts as one pair.
         size: The maximum number of pairs in a batch. A group with more pairs gets its own batch.
         rng: The random number generator for shuffling.
         epochs: The number of epochs.
@@ -437,8 +444,8 @@ def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
     """Splits a batch into micro-batches for gradient accumulation.
 
     Args:
-        groups: The batch. The groups are sorted by length, to reduce padding. A group is never
-            split. If a single group does not fit, it gets its own micro-batch.
+        groups: The groups of the batch. They are sorted by length to reduce padding. A group is
+            never split. A group that does not fit in memory gets its own micro-batch.
         fits: A function fits(trajectories) -> bool. It returns True if one forward and backward
             pass over these trajectories fits in memory.
 
@@ -484,10 +491,11 @@ def learning_rates(
     Args:
         steps: The number of optimiser steps.
         peak: The highest learning rate.
-        warmup: The fraction of steps used for warmup, in which the rate rises linearly from 0. The
-            number of warmup steps is rounded down. (transformers rounds it up. If a phase has only
-            one step, that step would then have a learning rate of 0.)
-        cosine: If true, the rate follows a cosine decay after warmup. Otherwise it stays constant.
+        warmup: The fraction of steps used for warmup. During warmup, the learning rate rises
+            linearly from 0. The number of warmup steps is rounded down. (transformers rounds up. If
+            training has only one step, rounding up would give this step a learning rate of 0.)
+        cosine: If True, the learning rate follows a cosine decay after warmup. If False, the
+            learning rate stays constant after warmup.
     """
     warmup_steps = int(warmup * steps)
     rates = []
@@ -518,8 +526,8 @@ def train(
 ) -> Iterator[dict]:
     """Trains a model in place.
 
-    This function is a generator. Training advances only while the caller iterates over it, one
-    optimiser step per item: `for line in dpo.train(...)`.
+    This function is a generator, so nothing is trained until the caller iterates over its result.
+    Each item of the loop `for line in dpo.train(...)` is one optimiser step.
 
     Args:
         model: A causal language model in fp32 and in evaluation mode.
@@ -528,26 +536,26 @@ def train(
         rates: The learning rates, one per step.
         loss: A function loss(policy, groups), as described above `sft_loss`.
         denominator: A function denominator(batch) -> number. The loss of a batch is divided by this
-            number. It is computed for the whole batch, because a separate mean for each micro-batch
-            would give pairs unequal weights.
+            number. The number is computed for the whole batch. If the mean were computed for each
+            micro-batch instead, pairs in small micro-batches would get larger weights.
         log_probs: A function log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
         max_grad_norm: The maximum gradient norm (gradient clipping).
         fits: A function that limits the size of micro-batches, see `micro_batches`.
 
     Yields:
-        A dict for each step: step, loss, the terms of the loss, lr, norm (of the gradient before
-        clipping), and kinds. `kinds` maps each kind of pair to the number of its pairs (`count`)
-        and the means of its statistics.
+        A dict for each step with the entries `step`, `loss`, the terms of the loss, `lr`, `norm`
+        and `kinds`. `norm` is the norm of the gradient before clipping. `kinds` maps each kind of
+        pair to a dict, which has the number of its pairs (`count`) and the means of its statistics.
 
     Raises:
         ValueError: The model or the data cannot be trained, see `check_trainable`.
-        FloatingPointError: The loss or the gradient is not finite. This is raised before the
+        FloatingPointError: The loss or the gradient is not finite. The error is raised before the
             optimiser changes the weights.
     """
     check_trainable(model, steps)
     for module in model.modules():
-        # In some models the pad token is also the end-of-turn token. With padding_idx, its
-        # embedding would get no gradient.
+        # In some models, the pad token is also the end-of-turn token. PyTorch computes no gradient
+        # for the embedding at padding_idx, so padding_idx must be None.
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
@@ -564,8 +572,8 @@ def train(
             for kind, row in statistics.items():
                 sums[kind].update(row)
         # In data-parallel training, each rank backpropagates only through its own forward passes.
-        # Its gradient is multiplied by the number of ranks (see `engine.forward_passes`), so the
-        # average over all ranks is the gradient of the whole batch.
+        # The gradient of each rank is multiplied by the number of ranks (see
+        # `engine.forward_passes`), so the average over all ranks is the gradient of the batch.
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
         if not math.isfinite(total["loss"] + norm):
@@ -583,8 +591,8 @@ def train(
 def check_trainable(model, steps: list[list[Group]]) -> None:
     """Checks the model and the data for mistakes that would go unnoticed during training.
 
-    Raises ValueError if the model is in training mode (dropout), if trainable weights are not at
-    least fp32, or if a trajectory has no action tokens.
+    Raises ValueError if the model is in training mode (dropout), if trainable weights have a lower
+    precision than fp32, or if a trajectory has no action tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode, so dropout changes each forward pass and "
@@ -609,8 +617,8 @@ def adamw(model, weight_decay: float = 0.0) -> torch.optim.AdamW:
 def average_gradients(model) -> None:
     """Averages the gradients over data-parallel ranks, unless FSDP has already averaged them.
 
-    Weights without a gradient get a gradient of 0, for example the weights of an image encoder,
-    which text does not use. This is necessary because all ranks must reduce the same tensors.
+    Trainable weights without a gradient get a gradient of 0, because all ranks must reduce the same
+    tensors. An example is the image encoder of a model that is trained only on text.
     """
     unsharded = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
     for p in model.parameters():
@@ -635,7 +643,10 @@ def clip_gradients(model, max_norm: float) -> float:
 
 
 def means(sums: dict[str, Counter]) -> dict:
-    """Converts sums into means, for each kind of pair. `count` stays the number of pairs."""
+    """Divides the sums of each kind of pair by the number of its pairs (`count`).
+
+    Returns a dict {kind of pair: {name: mean}}. The entry `count` is not divided.
+    """
     kinds = {}
     for kind, row in sums.items():
         kinds[kind] = {name: total / row["count"] for name, total in row.items()}
@@ -652,8 +663,8 @@ def add_references(
 ) -> None:
     """Computes log pi_ref(e|u) of each trajectory, and stores the value in `t.reference`.
 
-    In bf16, log pi depends slightly on which trajectories are batched together. In the first
-    training step, margins are therefore close to 0, but not exactly 0.
+    In bf16, the log-probabilities of a trajectory depend slightly on the other trajectories in its
+    batch. In the first training step, margins are therefore close to 0, but not exactly 0.
 
     Args:
         model: The reference model pi_ref.

@@ -2,8 +2,8 @@
 
 In an episode, the agent and the environment exchange text. Each environment has a folder in
 `environments/`, with a subclass of the class `Environment` below. A good example to read first is
-`environments/webshop/shop.py`. The function `episode` uses no tensors, so the agent can be a model,
-an API endpoint or a person. The module `engine.rollouts` runs many episodes in parallel.
+`environments/webshop/shop.py`. The function `episode` runs no model, so the agent can be a language
+model, an API endpoint or a person. The module `engine.rollouts` runs many episodes in parallel.
 """
 
 import random
@@ -17,9 +17,10 @@ from common.settings import UsageError
 
 
 class EnvError(Exception):
-    """The environment itself failed, so the episode is discarded.
+    """Raised if the environment itself fails, for example because a server stops.
 
-    The message must be a single line that explains how to fix the problem.
+    The episode is then discarded. The message must be a single line that explains how to fix the
+    problem.
     """
 
 
@@ -33,47 +34,48 @@ class Step:
     observation: str  # the next message to the agent
     reward: float     # the episode's reward so far, in [0, 1]; in [-1, 1] with ETO's protocol
     done: bool        # True if the episode has ended
-    raw: float | None = None  # the reward before clipping, if the environment clips it to [0, 1]
-    # True if the reply changed nothing in the environment. The reply has no action, or its action
-    # is unknown, not available, or has no effect. Idle replies are counted, but have no other
-    # consequence. Comparisons of two Steps ignore this field.
+    raw: float | None = None  # the reward before clipping to [0, 1], or None without clipping
+    # True if the reply changed nothing in the environment: the reply has no action, or its action
+    # is unknown, not available, or without effect. Idle replies are counted, but not penalised.
+    # Two Steps that differ only in this field compare as equal.
     idle: bool = field(default=False, compare=False)
 
 
 class Environment:
     """The base class of environments.
 
-    An object plays one episode at a time. Episodes are deterministic: the same task and the same
-    replies must always give the same observations and rewards.
+    One object of this class runs one episode at a time. Episodes are deterministic: the same task
+    and the same replies must always give the same observations and rewards.
 
     A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and implements `start` and
-    `step`. It implements `expert` if there is a scripted expert. All other attributes and methods
-    have defaults. Commands find the environment by its folder `environments/NAME`.
-    docs/environments.md has a complete example.
+    `step`. If there is a scripted expert, the subclass also implements `expert`. All other
+    attributes and methods have defaults. Commands find the environment by its folder
+    `environments/NAME`. docs/environments.md has a complete example.
 
-    If the environment itself fails, for example because a server stops, the method raises EnvError
-    immediately. Calling `close` and then `reset` restarts the environment.
+    If the environment itself fails, for example because a server stops, the methods `start` and
+    `step` must raise EnvError immediately. Calling `close` and then `reset` restarts the
+    environment.
 
-    Each task has an id of the form NAME-SPLIT-KEY, and a value, which `find` returns. The value can
-    have any type. It may be a goal, a question or a number, for example. New tasks that are made
-    during a run are in the split "added".
+    Each task has an id of the form NAME-SPLIT-KEY, and a value. The method `find` returns the value
+    for an id. The value can have any type, for example a goal, a question or a number. New tasks
+    that are made during a run are in the split "added".
     """
     name: str
-    # A dict {split: {key: value of the task}}, the same in every process. The splits are "train",
-    # "validation" and the test splits.
+    # A dict {split: {key: value of the task}}. It must be the same in every process. The splits are
+    # "train", "validation" and the test splits.
     splits: dict[str, dict]
     test_splits: tuple[str, ...]  # names of the test splits, which a run evaluates by default
     max_turns: int                # maximum number of replies per episode, enforced by the caller
     stops = ("Observation:",)     # stop strings; a reply ends before the first stop string [ours]
-    rules = ""                    # instructions at the start of the prompt, only in the full view
-    # A regular expression for random text in observations. An example is the price limits of
-    # WebShop, which a real server chooses at random each time it starts. Text that matches is
-    # ignored when an observation is compared with a published trajectory. The default matches
-    # nothing.
+    rules = ""                    # start of the prompt: instructions, used only with view "full"
+    # A regular expression that matches random text in observations. For example, a real WebShop
+    # server chooses new random price limits each time the server starts. The matching text is
+    # ignored when an observation is compared with a published trajectory. The default matches no
+    # text.
     drawn_anew = "(?!)"
-    # Two attributes for reading files of published expert trajectories. `published_types` lists the
-    # task types, in the order of their numeric ids. `task_of` is a function that converts a key
-    # into the task's value, for tasks that are in no split.
+    # The next two attributes are used to read files of published expert trajectories.
+    # `published_types` lists the task types, in the order of their numeric ids. `task_of` is a
+    # function for tasks that are in no split. It converts the key of a task into the task's value.
     published_types = ()
     task_of = None
 
@@ -100,19 +102,20 @@ class Environment:
 
         Args:
             observation: The first observation.
-            playing: True returns the messages for acting in the environment. False returns the
-                messages for training. They differ only if the prompt for acting has examples.
+            playing: If True, returns the messages for acting in the environment. If False, returns
+                the messages for training. The two lists of messages differ only if the prompt for
+                acting has examples.
         """
         content = f"{self.prompt}\n\n{observation}" if self.prompt else observation
         return [{"role": "user", "content": content}]
 
     def action(self, reply: str) -> str | None:
-        """Extracts the action from a reply. Returns None if the reply has no action.
+        """Extracts the action from a reply, and returns None if the reply has no action.
 
         The action is the text after the first label "Action:", up to the end of the line. If there
         is no label, the whole reply is the action. Lines after the action are ignored, because the
-        agent wrote them before it saw the next observation. Markdown emphasis, quotes and code
-        marks around the action are removed.
+        agent wrote them before it saw the next observation. Markdown emphasis, quotes, backticks
+        and code fences around the action are removed.
         """
         label = LABEL.search(reply) or re.search("Action:", reply)
         if label:
@@ -127,7 +130,10 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def close(self) -> None:
-        """Stops the processes and connections of the environment. `reset` starts them again."""
+        """Stops all processes and closes all connections of the environment.
+
+        A later call of `reset` starts them again.
+        """
 
     # ---------------------------------------------------------------- its tasks
 
@@ -152,8 +158,8 @@ class Environment:
     def add(self, task: dict) -> str:
         """Adds a new task to the split "added" of this object, and returns its id, NAME-added-N.
 
-        Other objects of the same class do not get the task. If an equal task was added before, its
-        id is returned.
+        Other objects of the same class do not get the task. If an equal task was added before, the
+        id of the earlier task is returned.
         """
         added = [*self._added.values()]
         key = str(added.index(task) if task in added else len(added))
@@ -163,8 +169,8 @@ class Environment:
     def task_generator(self):
         """Returns the environment's TaskGenerator, which makes new tasks from agents' episodes.
 
-        It is defined in the file `tasks.py` of the environment. Raises UsageError if the
-        environment has no TaskGenerator.
+        The class TaskGenerator is defined in the file `tasks.py` of the environment. Raises
+        UsageError if the environment has no TaskGenerator.
         """
         raise UsageError(f"{self.name}: this environment makes no new tasks; give --method grpo "
                       "--start-from train, or an environment that makes some, such as the built-in "
@@ -175,9 +181,9 @@ class Environment:
     def expert(self) -> Callable[[str], str]:
         """Returns the scripted expert of the current episode.
 
-        The expert is a function that takes an observation and returns a reply. It raises Stuck or
-        StopIteration if it has no next reply. This method raises UsageError if the environment has
-        no scripted expert.
+        The scripted expert is a function that gets an observation and returns a reply. The function
+        raises Stuck or StopIteration if it has no next reply. This method raises UsageError if the
+        environment has no scripted expert.
         """
         raise UsageError(f"{self.name}: it has no scripted expert; give --experts FILE")
 
@@ -185,19 +191,22 @@ class Environment:
         """Returns help for a person who plays the episode.
 
         Returns:
-            A list of actions that are available now, and a text that describes the format of all
-            other actions, one per line.
+            A tuple of a list and a text. The list has the actions that are available now. The text
+            describes the formats of all other actions, one format per line.
         """
         return [], ""
 
     def reply(self, action: str) -> str:
-        """Converts an action that a person typed into a reply. Adds the label if it is missing."""
+        """Returns a reply for an action that a person typed.
+
+        Adds the label "Action:" if it is missing, except with view "short".
+        """
         return action if self.view == "short" or "Action:" in action else f"Action: {action}"
 
 
 # ------------------------------------------------------------------ the action in a reply
 
-MARKS = "*_`\"'"  # marks that chat models write around an action
+MARKS = "*_`\"'"  # markdown and quote characters that chat models write around an action
 # LABEL matches the label of an action, such as "Action:", "**Action**:" or "Action 2:".
 # NEXT matches the end of the action, which is a line break or the next label.
 LABEL = re.compile(r"^[^a-z\n]*action[^a-z\n:：]*[:：\n]", re.I | re.M)
@@ -205,14 +214,14 @@ NEXT = re.compile(r"\n|(?:Thought|Action|Observation):")
 
 
 def unmarked(text: str) -> str:
-    """Removes emphasis marks, quotes and whitespace around a text.
+    """Removes emphasis marks, quotes, backticks and whitespace around a text.
 
-    If the text starts with code marks (`...` or ```...```), returns the text between the code
-    marks.
+    If the text starts with a code span (`...`) or a code fence (```...```), returns only the text
+    inside it.
     """
     opening = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?", text)
     inside = text[opening.end():].split(opening[1], 1)[0] if opening else text
-    spaces = "".join(filter(str.isspace, {*inside}))  # all kinds of whitespace in the text
+    spaces = "".join(filter(str.isspace, {*inside}))  # all whitespace characters of the text
     return inside.strip(MARKS + spaces)
 
 
@@ -222,19 +231,19 @@ def unmarked(text: str) -> str:
 def episode(env: Environment, encoder, t, max_tokens: int):
     """Runs one episode of the task t.task, and records it in the trajectory t.
 
-    This function is a generator. It yields when it needs the agent's next reply, and the caller
-    sends the reply back with `send`.
+    This function is a generator. It yields each time it needs the agent's next reply. The caller
+    then passes the reply to the generator with `send`.
 
     Args:
         env: The environment.
         encoder: An `engine.chat.Encoder`, which turns messages into token ids.
-        t: A `dpo.Trajectory` with a task and a seed. The episode fills in the other fields.
-        max_tokens: The context length. The trajectory always has fewer tokens than this.
+        t: A `dpo.Trajectory` with a task and a seed. This function sets the other fields.
+        max_tokens: The context length. The trajectory always has fewer than `max_tokens` tokens.
 
     Yields:
         The trajectory so far, and the random number generator of the episode. The caller must send
-        the sampled reply as (token ids, log-probabilities of these tokens). It sends None if a chat
-        endpoint reports that the context is full.
+        the sampled reply as a tuple (token ids, log-probabilities of these tokens). If a chat
+        endpoint reports that the context is full, the caller must send None instead.
     """
     clear(t)
     rng = random.Random(t.seed)
@@ -242,22 +251,22 @@ def episode(env: Environment, encoder, t, max_tokens: int):
     opening = env.opening(first_observation, playing=True)
     messages = opening
     input_ids = encoder.start(opening)
-    while len(t.ids) + len(input_ids) < max_tokens:  # continue while there is room for a reply
-        # The prompt and the observations are context. They are not trained on.
+    while len(t.ids) + len(input_ids) < max_tokens:  # the context has room for another reply
+        # The prompt and the observations are context, so agents are not trained on these tokens.
         t.messages += messages
         t.extend(input_ids, is_action=False)
         sampled = yield t, rng
         if sampled is None:
             break
         ids, log_probs = sampled
-        # Cut the reply before its first stop string. `end_ids` has an end-of-turn token if the
-        # reply does not end with one, and is empty otherwise.
+        # Cut the reply before its first stop string. If the reply does not end with an end-of-turn
+        # token, `end_ids` contains this token. Otherwise `end_ids` is empty.
         reply_ids, end_ids, reply = encoder.close(ids, env.stops)
         if len(t.ids) + len(reply_ids) + len(end_ids) >= max_tokens:
-            break  # discard the reply; an episode that fills the context is not trained on anyway
+            break  # discard the reply, because agents are not trained on an interrupted episode
 
-        # Replies are action tokens, which are trained on. An added end-of-turn token is not an
-        # action token, because the agent did not sample it.
+        # The tokens of a reply are action tokens, which agents are trained on. An added end-of-turn
+        # token is not an action token, because the agent did not sample it.
         t.extend(reply_ids, is_action=True)
         t.extend(end_ids, is_action=False)
         t.log_probs += log_probs[:len(reply_ids)]
@@ -282,9 +291,10 @@ def episode(env: Environment, encoder, t, max_tokens: int):
 
 
 def clear(t) -> None:
-    """Clears the results in a trajectory.
+    """Resets all fields of a trajectory that an episode sets.
 
-    This is necessary because an earlier, interrupted episode may have filled some of the fields.
+    The reset is necessary if an earlier attempt at the episode was interrupted, because this
+    attempt may have set some of the fields.
     """
     t.messages = []
     t.ids = []
@@ -298,17 +308,17 @@ def clear(t) -> None:
 
 
 def replace_opening(t, encoder, played: list[dict], trained: list[dict]) -> None:
-    """Replaces the opening of a finished trajectory with the opening used for training.
+    """Replaces the first messages of a finished trajectory with the first messages for training.
 
     In the protocol of ETO (Song et al. 2024), the prompt has examples when agents act, but not when
-    they are trained. Only the token ids and the action mask are changed. The messages keep the
-    examples.
+    agents are trained. This function changes only the token ids and the action mask. The field
+    `messages` still contains the examples.
 
     Args:
         t: The trajectory.
         encoder: An `engine.chat.Encoder`.
-        played: The messages of the opening that the agent saw in the episode.
-        trained: The messages of the opening for training.
+        played: The first messages that the agent saw in the episode.
+        trained: The first messages for training.
     """
     if played == trained:
         return

@@ -9,10 +9,10 @@ an assignment:
     for step = 1..T:
         X <- the next B tasks of a shuffled epoch over D
         for each task x in X: play K episodes with pi, and let R_1..R_K be their rewards
-            A_k = (R_k - mean R) / (std R + 1e-6)      the advantages; skip x if all R_k are equal
+            A_k = (R_k - mean R) / (std R + 1e-6)      advantages; x is skipped if all R_k are equal
         for each minibatch of X:                       one AdamW update
             L = - mean over action tokens [ min(rho A, clip(rho, 1 - low, 1 + high) A) - beta k3 ]
-        after every E steps except the last ones:      one evolution of D
+        after every E steps, but not after the last:   one evolution of D
             signals    <- weaknesses: tasks that the agent used to solve (forgetting), tasks that it
                           solves only sometimes (boundary), and action patterns that it rarely
                           uses (rare)
@@ -20,17 +20,17 @@ an assignment:
             candidates <- new tasks with solutions, made from exploration of the picked tasks
             D          <- D plus each new candidate whose solution earns reward 1 when replayed
 
-rho is the probability ratio between pi and the policy that played the episodes. clip limits rho to
-the range from 1 - low to 1 + high. k3 estimates the KL divergence of pi from pi_ref, and beta is
-the weight of this KL term (see `grpo_loss`). T, B, K, E and beta are settings. low and high are the
-constants CLIP_LOW and CLIP_HIGH.
+rho is the probability of an action token under pi, divided by its probability under pi_old, the
+policy that played the episodes. clip limits rho to the range from 1 - low to 1 + high. k3 estimates
+the KL divergence of pi from pi_ref, and beta is the weight of this KL term (see `grpo_loss`). T, B,
+K, E and beta are settings. low and high are the constants CLIP_LOW and CLIP_HIGH.
 
     task        a request to the agent in an environment, identified by its id
     D           the task set that the agent is trained on; D_0 is the initial set
     step        one GRPO iteration: the agent plays some tasks of D, and is then trained on these
                 episodes
     update      one optimiser step, on one minibatch of the step's tasks
-    task group  the K trajectories of one task in one step, which GRPO compares to each other
+    task group  the K trajectories of one task in one step; GRPO compares them to each other
     segment     E steps; segment i writes its files to the folder iter<i>/
     evolution   the growth of D between two segments; evolution i follows segment i
     candidate   a new task with its solution, made from an explorer's episode (finds.jsonl)
@@ -39,15 +39,16 @@ constants CLIP_LOW and CLIP_HIGH.
 The environment defines what an action pattern is, how an episode becomes a task, and how a solution
 is verified. This code is in the file `environments/NAME/tasks.py` of the environment NAME.
 
-We had only a summary of the paper and public notes about it, not its full text or its code. Each
-choice that they leave open is a setting or a named constant here. A bracket such as [summary],
-[notes], [AgentEvolver] or [ours] names the source of a value. AgentEvolver is the public code base
-that the paper's code is most likely based on.
+This program was written from a summary of the paper and public notes about the paper. The full text
+and the code of the paper were not available. Each choice that the summary and the notes leave open
+is a setting or a named constant here. A bracket such as [summary], [notes], [AgentEvolver] or
+[ours] names the source of a value. AgentEvolver is the public code base that the paper's code is
+most likely based on.
 
-`docs/mutual.md` lists all differences from the paper. There are two main ones. First, the paper's
-explorer is Qwen3-Max, which reflects on each signal before it explores. Here the explorer is the
-agent itself, without reflection. (`lab/chat/explorer.py` has an explorer that reflects.) Second, D
-evolves after every E steps here, and after each training iteration in the paper.
+`docs/mutual.md` lists all differences from the paper. There are two main differences. First, the
+paper's explorer is Qwen3-Max, which reflects on each signal before it explores. Here the explorer
+is the agent itself, without reflection. (`lab/chat/explorer.py` has an explorer that reflects.)
+Second, D evolves after every E steps here, and after each training iteration in the paper.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks only
 """
@@ -85,26 +86,26 @@ from engine.run import Run
 from environments.expert_files import read_experts, tasks_of
 from envs import Environment
 
-# The summary of the paper and the notes do not give these numbers. The bracket after each number
-# names its source, as for the settings at the end of this file.
+# The summary of the paper and the notes do not give the following numbers. The bracket in each
+# comment names the source of the number, as for the settings at the end of this file.
 
 # The number of tasks in a minibatch. There is one update per minibatch. A task without advantages
-# counts towards this number, but the update ignores the task [AgentEvolver; ours].
+# counts towards this number, but the agent is not trained on it [AgentEvolver; ours].
 MINIBATCH = 8
-# The distances below and above 1 at which the ratio of pi to pi_old is clipped [AgentEvolver].
+# The ratio rho of pi to pi_old is clipped to the range from 1 - 0.2 to 1 + 0.28 [AgentEvolver].
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 EXPLORER_TEMPERATURE = 1.1  # sampling temperature of the explorer [ours; AgentEvolver: 1]
-EXPLORER_EPISODES = 6       # number of explorer episodes for each pick [ours]
-WINDOW = 5                  # W, number of earlier task groups that `forgetting` checks [ours]
-# The percentage theta. An action pattern is rare if it occurs in less than theta percent of a
-# segment's episodes [ours].
+EXPLORER_EPISODES = 6       # number of explorer episodes for each picked signal [ours]
+WINDOW = 5                  # W, number of earlier groups per task that `forgetting` checks [ours]
+# The percentage theta. An action pattern is rare if less than theta percent of the episodes in a
+# segment contain the pattern [ours].
 RARE_BELOW = 2.0
 MOST_NEW_TASKS = 20         # maximum number of tasks that join D in one evolution [ours]
 
 # ------------------------------------------------------------------------------------ the loop
-# Phases work as in coevolve.py. A phase is a function phase(run, out, *files, **values). It reads
-# `files`, writes its output to the temporary path `out`, and returns numbers for phases.json. All
-# phases use these names for their arguments:
+# Phases work as in coevolve.py. A phase is a function phase(run, out, *files, **values). The phase
+# reads the input files `files`, writes its output to the temporary path `out`, and returns a dict
+# of numbers for phases.json. All phases use these names for their arguments:
 #     task_set    a list with one path, the file of D; an empty list before D exists
 #     signals     a list with one path, the file of signals; an empty list in unguided exploration
 #     i           the number of the segment or of the evolution; evolution 0 makes D_0
@@ -118,15 +119,15 @@ def evolve(run: Run, find: Callable | None = None) -> None:
 
     Args:
         run: The run.
-        find: The explorer. It is a function with the same arguments and the same kind of result as
-            `find_tasks`, and `find_tasks` is the default.
+        find: The explorer, a function with the same arguments and the same kind of result as
+            `find_tasks`. The default is `find_tasks`.
     """
     s = run.settings
     once = run.once
     if find is None:
         find = find_tasks
     if s.method == "evolve" or s.start_from == "explore":
-        run.env.task_generator()  # fail early: raises UsageError if the environment has none
+        run.env.task_generator()  # raises UsageError early if the environment makes no new tasks
 
     # 1. Make the initial agent. It also serves as pi_ref in all segments.
     reference = run.base
@@ -143,8 +144,8 @@ def evolve(run: Run, find: Callable | None = None) -> None:
 
     # 3. Train one segment of E steps at a time. D evolves after each segment except the last.
     agent = reference
-    plans = []   # the previous plan's file, which also stores the unused tasks of its epoch over D
-    played = []  # the trajectory files of the segments so far, one per segment
+    plans = []   # the file of the latest plan, which also lists the unused tasks of the epoch
+    played = []  # the trajectory files of the segments so far, one file per segment
     segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
         steps = min(s.evolve_every, s.grpo_steps - (i - 1) * s.evolve_every)
@@ -173,7 +174,8 @@ def evolution(
         run: The run.
         find: The explorer, see `evolve`.
         agent: The folder of the agent's model.
-        task_set, signals, i: See the comment at the top of this section.
+        task_set, signals, i: The same as for all phases, see the comment at the top of this
+            section.
 
     Returns:
         The file of the new D.
@@ -184,9 +186,9 @@ def evolution(
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -> Path:
-    """Runs the default explorer: the agent itself explores, and its episodes become candidates.
+    """Runs the default explorer, and returns the file of candidates.
 
-    Returns the file of candidates.
+    The agent itself explores, and candidates are made from its episodes.
     """
     explored = run.once(f"iter{i}/explored.jsonl", explore, agent, task_set, signals, i=i)
     return run.once(f"iter{i}/finds.jsonl", abstract, task_set, explored, i=i)
@@ -196,7 +198,7 @@ def by_one_rank(phase: Callable) -> Callable:
     """Decorates a phase so that only the main rank runs it, and all ranks return its numbers.
 
     If every rank ran the phase, the environment could give different results on different ranks.
-    All ranks need the same numbers, because they must take the same next steps.
+    All ranks need the same numbers, because the numbers may determine what the ranks do next.
     """
     @wraps(phase)
     def run_on_main_rank(run, *inputs, **named):
@@ -226,13 +228,14 @@ def mean(values: list[float]) -> float:
 # ---------------------------------------------------------------------------------------- GRPO
 # Shapes: K is the number of trajectories in a task group. Lowercase `a` is the number of action
 # tokens in one group, and `A` is the number of action tokens in a list of groups. Tokens are
-# concatenated in the order of the groups, and in a group in the order of its trajectories.
+# concatenated in the order of the groups. The tokens of a group are in the order of its
+# trajectories.
 
-# The largest log-ratio of two policies, in nats, that is passed to exp [verl]. In fp32, exp
-# overflows at 88.
+# Log-ratios of two policies are clamped to this maximum, in nats, before exp is computed [verl]. In
+# fp32, exp overflows at 88.
 MAX_LOG_RATIO = 20.0
-# Options for saving and loading AdamW's moments: the checkpoint is unsharded, even if the model is
-# sharded over the ranks.
+# Options for saving and loading AdamW's moments. With these options, the checkpoint is unsharded,
+# even if the model is sharded over the ranks.
 UNSHARDED = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -242,13 +245,13 @@ class TaskGroup(Group):
 
     Each tensor contains log-probabilities log pi(t_j|.) of all action tokens t_j, in nats.
     """
-    # The advantage of each trajectory, (K,). The list is empty if all rewards are equal. The group
-    # is then not trained on, because its gradient would be 0.
+    # The advantage of each trajectory, (K,). The list is empty if all rewards are equal. Such a
+    # group is not used for training, because all its advantages would be 0.
     advantages: list[float] = field(default_factory=list)
-    old_log_probs: Tensor | None = None      # (a,) under pi_old, the policy that played
-    ref_log_probs: Tensor | None = None      # (a,) under pi_ref, the policy before the first step
-    # (a,) Log-probabilities under pi_old that the sampler recorded during the episodes. They are
-    # not used in the loss, only for logging (see `sampler_mismatch`).
+    old_log_probs: Tensor | None = None  # (a,) log pi_old; the policy pi_old played the episodes
+    ref_log_probs: Tensor | None = None  # (a,) log pi_ref; the policy pi_ref is the initial agent
+    # (a,) log pi_old, as recorded by the sampler during the episodes. This tensor is not used in
+    # the loss, only for logging (see `sampler_mismatch`).
     sampler_log_probs: Tensor | None = None
 
 
@@ -289,10 +292,10 @@ def grpo_loss(
         kl: The weight beta of the KL term.
 
     Returns:
-        A dict with the scalar `loss`, and a dict of statistics {name: counts}. The entry "action"
-        counts the action tokens (`count`), and the tokens with a clipped ratio (`clipped`). The
-        entry "far" counts the tokens at which d_j exceeds MAX_LOG_RATIO. It is absent if there are
-        no such tokens.
+        A dict with the scalar `loss`, and a dict of statistics. The entry "action" of the
+        statistics has the number of action tokens (`count`), and the number of tokens with a
+        clipped ratio (`clipped`). The entry "far" has the number of tokens at which d_j exceeds
+        MAX_LOG_RATIO. The entry "far" is absent if there are no such tokens.
     """
     old = torch.cat([group.old_log_probs for group in groups]).to(policy)         # (A,)
     ref = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
@@ -305,7 +308,7 @@ def grpo_loss(
 
     # k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi. For d > MAX_LOG_RATIO, we
     # replace exp(d) with its tangent at MAX_LOG_RATIO. The tangent does not overflow, and its
-    # gradient still pulls pi towards pi_ref.
+    # gradient still moves pi towards pi_ref.
     d = ref - policy                                                              # (A,)
     bounded = d.clamp(max=MAX_LOG_RATIO)
     exp_d = bounded.exp() * (1 + (d - bounded))
@@ -348,9 +351,9 @@ def train(
 
     Args:
         run: The run.
-        out: The folder to write. It gets the trained model, AdamW's moments (moments.pt, loaded by
-            the next segment), the training log (train.jsonl), and the segment's trajectories
-            (episodes.jsonl).
+        out: The folder to write. This function saves the trained model, AdamW's moments
+            (moments.pt, loaded by the next segment), the training log (train.jsonl), and the
+            segment's trajectories (episodes.jsonl) to the folder.
         agent: The folder of the agent at the start of the segment.
         reference: The folder of the reference model pi_ref.
         task_set: The file of D.
@@ -358,8 +361,8 @@ def train(
         i: The number of the segment.
 
     Returns:
-        The numbers of episodes, updates (`steps`) and tokens in the segment, the number of tasks in
-        D, and the mean reward and the KL divergence of the last step.
+        A dict with the number of episodes, updates (`steps`) and tokens in the segment, the number
+        of tasks in D, and the mean reward and the KL divergence in the last step.
     """
     # 1. Load the policy, pi_ref and the optimiser.
     s = run.settings
@@ -371,7 +374,7 @@ def train(
     task_rows = rows_of(task_set)
     make_env = partial(env_with, run, task_rows)
 
-    # 2. In each step, play and then train.
+    # 2. In each step, play episodes with the current policy, and then train on these episodes.
     log = []
     episodes = []
     rows = read_jsonl(planned)
@@ -406,7 +409,8 @@ def train(
 def load_moments(model, optimizer, file: Path) -> None:
     """Loads AdamW's moments from the previous segment.
 
-    The file is empty if no update has been run so far. In that case AdamW starts with zero moments.
+    The saved dict is empty if no update has been run so far. In that case, AdamW starts with zero
+    moments.
     """
     moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if moments:
@@ -419,8 +423,8 @@ def save_moments(run: Run, model, optimizer, file: Path) -> None:
     All ranks must call this function, because the moments may be sharded over the ranks.
     """
     moments = {}
-    # Skip this before the first update, because get_optimizer_state_dict would then run an update
-    # of its own to create the moments.
+    # Before the first update, there are no moments to save. get_optimizer_state_dict would then run
+    # an extra optimiser step to create moments, so it is not called.
     if optimizer.state:
         moments = states.get_optimizer_state_dict(model, optimizer, options=UNSHARDED)
     if run.main:
@@ -437,7 +441,7 @@ def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory
         run: The run.
         model: The policy.
         row: The plan of the step, {step, tasks}.
-        make_env: A function that makes an environment in which all tasks of D can be played.
+        make_env: A function that makes an environment with all tasks of D.
 
     Returns:
         The trajectories, ordered by task.
@@ -481,10 +485,11 @@ def train_step(
     batches = minibatches(played, MINIBATCH, rng_of(run, "grpo", row["step"]))
     groups = list(itertools.chain(*batches))  # the groups with advantages
 
-    # 2. Compute log pi_ref and log pi_old. Here and in training, log-probabilities refer to the
-    # distribution that episodes were sampled from: the softmax at the sampling temperature, where
-    # suppressed tokens have probability 0. Without this mask, each negative advantage would raise
-    # the probabilities of the suppressed tokens.
+    # 2. Compute log pi_ref and log pi_old. Here and in training, log-probabilities are those of the
+    # sampling distribution: the softmax at the sampling temperature, with probability 0 for
+    # suppressed tokens. The sampler never samples suppressed tokens, for example special tokens. If
+    # they had a probability above 0 in training, a negative advantage would raise it, because each
+    # decrease in the probability of a sampled token increases the probabilities of other tokens.
     sampler = run.encoder.sampler(s.grpo_temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
     if groups:
@@ -517,11 +522,12 @@ def log_line(
         too_long: The number of trajectories that filled the context.
 
     Returns:
-        The line as a dict. It has the entry `far` only if d exceeded MAX_LOG_RATIO at some tokens,
+        The line as a dict. The entry `far` exists only if d exceeded MAX_LOG_RATIO at some tokens,
         see `grpo_loss`.
     """
     scored = summarise(trajectories, run.settings.hard_threshold)
-    # The sum of log pi_old - log pi_ref over all trained tokens estimates KL(pi_old || pi_ref).
+    # Sum log pi_old - log pi_ref over all tokens that the policy was trained on. This sum, divided
+    # by the number of trajectories, estimates KL(pi_old || pi_ref) in nats per trajectory.
     kl = 0.0
     for group in groups:
         kl += (group.old_log_probs - group.ref_log_probs).sum().item()
@@ -594,13 +600,13 @@ def store_log_probs(
 def sampler_mismatch(groups: list[TaskGroup], s: Grpo) -> dict:
     """Measures the difference between log-probabilities from training and from the sampler.
 
-    Both are log-probabilities under pi_old. They differ only because of rounding, and the
-    difference is larger in bf16 than in fp32.
+    Both are log-probabilities of the same tokens under pi_old. They differ only because of
+    rounding. The difference is larger in bf16 than in fp32.
 
     Returns:
-        The mean of the difference (`mean`) and its root mean square (`rms`), in nats per token, and
-        the fraction of tokens for which this difference alone would push the ratio out of the clip
-        range (`beyond`). The dict is empty if there are no groups.
+        A dict with three entries: the mean (`mean`) and the root mean square (`rms`) of the
+        difference, in nats per token, and the fraction of tokens with exp(difference) outside the
+        clip range (`beyond`). The dict is empty if there are no groups.
     """
     if not groups:
         return {}
@@ -620,15 +626,16 @@ def sampler_mismatch(groups: list[TaskGroup], s: Grpo) -> dict:
 def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int) -> dict:
     """Plans which tasks are played in each step of a segment.
 
-    Tasks come from shuffled epochs over D. An epoch may continue in the next segment. New tasks of
-    D take part from the next epoch on. A step never contains the same task twice.
+    Tasks are drawn from shuffled epochs over D. An epoch may continue in the next segment. Tasks
+    that joined D during an epoch are first used in the next epoch. A step never contains the same
+    task twice.
 
     Args:
         run: The run.
-        out: The file to write, with one row per step. A row has the step's `tasks`, and the tasks
-            of the epoch that are still unused after the step (`waiting`).
+        out: The file to write, with one row per step. A row has the tasks of the step (`tasks`),
+            and the tasks of the epoch that are still unused after the step (`waiting`).
         task_set: The file of D.
-        plans: A list with the file of the previous segment's plan. It is empty for segment 1.
+        plans: A list with the file of the previous segment's plan. The list is empty for segment 1.
         i: The number of the segment.
         steps: The number of steps in the segment: E, or fewer in the last segment of a run.
 
@@ -644,7 +651,8 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
         tasks = []
         while len(tasks) < min(s.step_tasks, len(tasks_of_d)):
             if not remaining:
-                # Start a new epoch. Tasks that are already in this step go to the epoch's end.
+                # Start a new epoch. Tasks that are already in this step are moved to the end of the
+                # epoch, so that the step does not contain a task twice.
                 shuffled = rng_of(run, "pass", step).sample(tasks_of_d, len(tasks_of_d))
                 remaining = sorted(shuffled, key=tasks.count, reverse=True)
             tasks.append(remaining.pop())
@@ -655,15 +663,16 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
 
 # ----------------------------------------------------------------------------------- the signals
 # s(x) is the success rate of a task x in one step: the fraction of successes in its task group.
-# Each kind of signal has a function that yields rows of signals.jsonl. A row has the task, and some
-# conversations as evidence. An explorer that reflects on a signal reads this evidence.
+# Each kind of signal has a function that yields rows of signals.jsonl. A row contains the task, and
+# some conversations as evidence. The evidence is used only by an explorer that reflects on signals
+# (lab/chat/explorer.py).
 
 
 @dataclass
 class History:
     """The trajectories that the signals of a segment are computed from."""
-    # A dict that maps each task played in this segment to its latest task groups, oldest first. The
-    # older groups may come from earlier segments.
+    # A dict {task: list of the latest groups of this task, oldest first}, with all tasks that were
+    # played in this segment. The older groups of a task may be from earlier segments.
     groups: dict[str, list[list[Trajectory]]]
     episodes: list[Trajectory]  # all trajectories of the segment
     # The set of action patterns of each trajectory in `episodes`, in the same order.
@@ -692,8 +701,8 @@ def collect_history(segments: Iterable[list[Trajectory]], window: int) -> Histor
 
     Args:
         segments: The trajectories of each segment so far, in the order in which they were played.
-        window: The number W. For each task, the latest task group and up to W earlier groups are
-            kept.
+        window: The number W. The history has the latest task group of each task, and up to W
+            earlier groups.
 
     Returns:
         The history of the tasks that were played in the last segment.
@@ -714,9 +723,10 @@ def collect_history(segments: Iterable[list[Trajectory]], window: int) -> Histor
 def forgetting(history: History, s: Evolution) -> Iterator[dict]:
     """Yields the forgotten tasks F, which the agent used to solve.
 
-    A task is forgotten if s(x) < 0.5 in its latest group, and s(x) >= 0.5 in at least one of the W
-    groups before. `visits_ago` counts back to the most recent group with s(x) >= 0.5. It is 1 if
-    that group directly precedes the latest group.
+    A task x is forgotten if its success rate s(x) is below 0.5 in its latest group, and was at
+    least 0.5 in one or more of the W groups before. `visits_ago` is the distance, in groups, from
+    the latest group to the most recent group with s(x) >= 0.5. For example, `visits_ago` is 1 if
+    the group directly before the latest group has s(x) >= 0.5.
     """
     for task, (*before, now) in history.groups.items():
         if success_rate(now) >= 0.5:
@@ -746,7 +756,7 @@ def rare(history: History, s: Evolution) -> Iterator[dict]:
     must be at least --rare-min. Patterns consist only of actions that the environment executed.
 
     The episodes that contain p are sorted by reward, lowest first. The signal's task is the task of
-    the first episode. The evidence is the first failure and the first success in this order.
+    the first episode. The evidence is the first failure and the first success in the sorted list.
     """
     counts = Counter(itertools.chain(*history.patterns))
     for pattern, count in counts.items():
@@ -767,21 +777,22 @@ SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) -> dict:
     """Finds all signals of a segment, and picks some of them for exploration.
 
-    With --guide random, the same number of random tasks is picked instead. Each picked task is
-    then also a row of the output file, with the signal "random".
+    With --guide random, the same number of random tasks is picked instead of signals. Each picked
+    task is then an additional row of the output file, with the signal "random".
 
     Args:
         run: The run.
-        out: The file to write, with one row per signal: its kind (`signal`), the task, the
-            evidence, and the flag `picked`.
+        out: The file to write, with one row per signal. A row has the kind of the signal
+            (`signal`), the task, the evidence, and the flag `picked`.
         task_set: The file of D.
-        played: The trajectory files of the segments so far, one per segment.
+        played: The trajectory files of the segments so far, one file per segment.
         i: The number of the segment.
 
     Returns:
-        The number of signals and of picks of each kind, and the number of action patterns.
+        A dict with the number of signals of each kind, the number of picks of each kind (`picks`),
+        and the number of different action patterns in the segment (`patterns`).
     """
-    # 1. Collect the trajectories, and their action patterns.
+    # 1. Collect the trajectories of the segment and their action patterns.
     s = run.settings
     task_rows = rows_of(task_set)
     generator = env_with(run, task_rows).task_generator()
@@ -789,8 +800,8 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     for t in history.episodes:
         history.patterns.append(generator.patterns(t.task, replies(t)))
 
-    # 2. Find the signals of each kind. `rows` lists them in sorted order. `shuffled` has the same
-    # signals in random order, for picking.
+    # 2. Find the signals of each kind. `rows` contains the signals in sorted order, for the output
+    # file. `shuffled` contains the same signals in random order, for picking.
     rows = []
     shuffled = []
     numbers = {}
@@ -823,14 +834,14 @@ def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
     """Picks signals of each kind in turn (round-robin), at most one signal per task.
 
     Args:
-        kinds: One list of signals for each kind, in order of preference.
+        kinds: One list of signals for each kind. Signals at the start of a list are picked first.
         limit: The maximum number of picks of each kind.
     """
-    picked = {}  # task -> its signal
+    picked = {}  # the picked signal of each task, by task id
     queues = [iter(rows) for rows in kinds]
     for _ in range(limit):
         for queue in queues:
-            for row in queue:  # an iterator, so this resumes after the last pick of this kind
+            for row in queue:  # `queue` is an iterator: the loop resumes after the previous pick
                 if row["task"] not in picked:
                     picked[row["task"]] = row
                     break
@@ -839,12 +850,12 @@ def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
 
 # ----------------------------------------------------------------------- from signals to tasks
 # The file tasks.jsonl contains D, with one row per task, in the order in which the tasks joined D.
-# The variable `task_rows` always holds these rows.
+# The variable `task_rows` always contains the rows of this file.
 
 # The number of episodes in unguided exploration is START_EPISODES times --start-tasks [ours].
 START_EPISODES = 6
-# The maximum number of characters in the text of a new task. A limit is needed because the text
-# may copy the agent's own words [ours].
+# The maximum number of characters in the text of a new task. A limit is needed because the text may
+# be copied from the agent's replies, which can be very long [ours].
 LONGEST_TEXT = 1000
 
 
@@ -854,16 +865,16 @@ class Explored(Trajectory):
 
     The field `agent` is "explorer", and the field `iteration` is the number of the evolution.
     """
-    # Why the task is explored: the kind of its picked signal, "random" for a randomly picked task,
-    # or "start" in unguided exploration.
+    # The reason why the task is explored: the kind of the picked signal, "random" for a randomly
+    # picked task, or "start" in unguided exploration.
     signal: str = ""
 
 
 def env_with(run: Run, task_rows: list[dict]) -> Environment:
-    """Makes an environment in which all tasks of D can be played.
+    """Returns an environment with all tasks of D.
 
-    Raises UsageError if a new task would get a different id than in tasks.jsonl. This happens if
-    somebody has reordered the rows of tasks.jsonl.
+    Raises UsageError if a new task would get a different id than in tasks.jsonl. The usual cause is
+    a tasks.jsonl with reordered rows.
     """
     env = run.make_env()
     for row in task_rows:
@@ -878,8 +889,8 @@ def env_with(run: Run, task_rows: list[dict]) -> Environment:
 def training_tasks(run: Run) -> list[str]:
     """Returns the ids of the training tasks, without tasks that are also used for evaluation.
 
-    With --experts, the training tasks are the tasks of that file. Otherwise they are the tasks of
-    the training split. Raises UsageError if no task is left.
+    With --experts, the training tasks are the tasks of the expert file. Otherwise the training
+    tasks are those of the training split. Raises UsageError if no task is left.
     """
     s = run.settings
     env = run.env
@@ -900,8 +911,8 @@ def training_tasks(run: Run) -> list[str]:
 def first_tasks(run: Run, out: Path, i: int) -> dict:
     """Makes D_0 from the first training tasks, for --start-from train.
 
-    D_0 has at most --start-tasks tasks. Returns the number of tasks in D_0, and how many fewer this
-    is than --start-tasks.
+    D_0 has at most --start-tasks tasks. Returns the number of tasks in D_0 (`tasks`), and the
+    difference between --start-tasks and this number (`missing`).
     """
     limit = run.settings.start_tasks
     tasks = training_tasks(run)[:limit]
@@ -917,14 +928,14 @@ def begin_exploring(
 ) -> list[Explored]:
     """Returns empty trajectories, one for each episode that the explorer should play.
 
-    With signals, there are EXPLORER_EPISODES episodes for each picked signal. Without signals, the
-    exploration is unguided. It cycles through the training tasks, and has `episodes_per_task` times
-    --start-tasks episodes.
+    With signals, there are EXPLORER_EPISODES episodes for each picked signal. Without signals,
+    exploration is unguided. In this case there are `episodes_per_task` times --start-tasks
+    episodes, which cycle through the training tasks.
 
     Args:
         run: The run.
-        signals: A list with the file of signals. It is empty in unguided exploration.
-        episodes_per_task: The factor for the number of episodes in unguided exploration.
+        signals: A list with the file of signals. The list is empty in unguided exploration.
+        episodes_per_task: The number of episodes per start task in unguided exploration.
         i: The number of the evolution.
     """
     s = run.settings
@@ -943,10 +954,10 @@ def begin_exploring(
 
 
 def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i: int) -> dict:
-    """Explores: the agent plays the picked tasks again, at EXPLORER_TEMPERATURE.
+    """Explores: the agent plays episodes of the picked tasks, at EXPLORER_TEMPERATURE.
 
-    The prompt does not tell the agent why a task was picked. In evolution 0 there are no picks, and
-    the agent plays training tasks.
+    The prompt does not contain the reason why a task was picked. In evolution 0, no tasks are
+    picked, and the agent plays training tasks. Returns the metrics of the trajectories.
     """
     s = run.settings
     episodes = begin_exploring(run, signals, START_EPISODES, i)
@@ -967,7 +978,7 @@ def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> di
     Each row of the output file is one candidate with these entries:
         signal: The `signal` of the explored trajectory, see `Explored`.
         source: The id of the explored task.
-        text: The text of the new task's request.
+        text: The request to the agent, as text.
         task: The definition of the new task, from which the environment creates the task.
         solution: The replies that solve the new task.
     """
@@ -1010,7 +1021,7 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
     Returns:
         The result of `counts` for the proposals.
     """
-    # 1. Collect the keys and the texts of the tasks in D. A new task must not repeat them.
+    # 1. Collect the keys and the words of the tasks in D, to find candidates that are duplicates.
     s = run.settings
     task_rows = rows_of(task_set)
     env = env_with(run, task_rows)
@@ -1039,10 +1050,11 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
 
 
 def counts(proposals: list[dict]) -> dict:
-    """Counts the proposals.
+    """Returns the number of proposals, in total and by result.
 
-    Returns the number of all proposals, the number of replayed proposals, the number of added
-    proposals for each signal, and the number of refused proposals for each reason.
+    The dict has the number of all proposals, the number of proposals whose solution was replayed,
+    the number of added proposals for each signal, and the number of refused proposals for each
+    reason.
     """
     replayed = 0
     refused = Counter()
@@ -1063,7 +1075,7 @@ def refusal(
     texts: list[set[str]],
     near_text: float,
 ) -> str | None:
-    """Checks whether a candidate can join D. The replay of its solution is a separate check.
+    """Checks whether a candidate can join D, except for the replay of its solution.
 
     Args:
         generator: The environment's TaskGenerator.
@@ -1072,7 +1084,8 @@ def refusal(
         texts: The words of each new task in D, as one set per task.
         near_text: The threshold for near-duplicates. A candidate is refused if the Jaccard
             similarity between its words and the words of another new task reaches this threshold.
-            The similarity is the number of shared words divided by the number of all words.
+            The Jaccard similarity is the number of words in both texts, divided by the number of
+            words in at least one of the texts.
 
     Returns:
         The reason for refusing the candidate, or None if it passes.
@@ -1102,10 +1115,10 @@ def words(text: str) -> set[str]:
 
 
 def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
-    """Makes the new D from the old D and the added proposals.
+    """Writes the new D, which consists of the old D and the added proposals.
 
-    Returns the number of tasks in the new D, and the number of tasks that joined. Raises UsageError
-    if the new D is empty.
+    Returns the number of tasks in the new D (`tasks`), and the number of added tasks (`joined`).
+    Raises UsageError if the new D is empty.
     """
     task_rows = rows_of(task_set)
     env = env_with(run, task_rows)
@@ -1124,15 +1137,16 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
 
 
 # ------------------------------------------------------------------------------------ settings
-# The comment above a setting is its --help text. The bracket at the end names the source of the
-# default: [summary] of the paper, [notes] about the paper, the configuration of [AgentEvolver], or
-# our own choice [ours].
+# The comment above a setting is its --help text. The bracket at the end of the comment names the
+# source of the default: the summary of the paper [summary], the public notes about the paper
+# [notes], the configuration of AgentEvolver [AgentEvolver], or our own choice [ours].
 
 SignalNames = types.limited(str, f"must be a comma-separated list of {','.join(SIGNALS)}",
                             lambda text: set(text.split(",")) <= set(SIGNALS))
-# A task needs at least two episodes, because an advantage compares an episode with the others.
+# A task needs at least two episodes, because the advantage of an episode is its reward relative to
+# the mean reward of the task's episodes.
 AtLeastTwo = types.limited(int, "must be at least 2", lambda n: n >= 2)
-# The temperature must not be 0, because all episodes of a task would be equal.
+# The temperature must be above 0. With greedy decoding, all episodes of a task would be equal.
 PositiveTemperature = types.limited(float, "must be at least 0.001", lambda x: x >= 0.001)
 Fraction = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
@@ -1145,8 +1159,8 @@ class Grpo:
     warm_start: Literal["sft", "none"] = "sft"
     # The number T of training steps [notes]
     grpo_steps: types.Growing[types.Count] = 120
-    # The number E of training steps between two evolutions of the task set D (a segment has E
-    # steps) [notes; summary: each iteration]
+    # The number E of training steps between two evolutions of the task set D. A segment has E steps
+    # [notes; summary: each iteration]
     evolve_every: types.Count = 10
     # The number of segments between two evaluations [notes: 20 steps]
     evaluate_every: types.Count = 2
@@ -1154,18 +1168,18 @@ class Grpo:
     step_tasks: types.Count = 32
     # The number K of episodes per task in a step [notes; AgentEvolver]
     step_rollouts: AtLeastTwo = 8
-    # The learning rate of GRPO, which is constant [notes; AgentEvolver]
+    # The constant learning rate of GRPO [notes; AgentEvolver]
     grpo_lr: types.Rate = 1e-6
     # The sampling temperature of training episodes [notes; AgentEvolver]
     grpo_temperature: PositiveTemperature = 0.9
-    # The weight beta of the KL term, which keeps the policy close to the initial agent [notes;
-    # AgentEvolver]
+    # The weight beta of the KL term; a larger weight makes the policy stay closer to the initial
+    # agent [notes; AgentEvolver]
     grpo_kl: types.Weight = 1e-3
 
 
 @dataclass(frozen=True)
 class NewTasks(Grpo):
-    """The start tasks, and the check of new tasks"""
+    """The initial task set, and the checks of new tasks"""
     # The source of the initial task set D_0: unguided exploration ("explore"), or the training
     # split ("train") [summary; train: ours]
     start_from: Literal["explore", "train"] = "explore"
@@ -1174,8 +1188,8 @@ class NewTasks(Grpo):
     # The threshold for near-duplicates: a new task is refused if the Jaccard similarity between its
     # words and the words of another new task reaches this value [AgentEvolver]
     near_text: Fraction = 0.8
-    # Verify each new task before it joins D: its solution is replayed in the environment and must
-    # earn the full reward [summary]
+    # Verify each new task before it joins D; the solution of the task is replayed in the
+    # environment, and must earn the full reward [summary]
     verify: bool = True
 
 
@@ -1187,7 +1201,7 @@ class Evolution(NewTasks, types.Stated):
     # The minimum number of episodes in a segment that contain a rare action pattern; patterns in
     # fewer episodes are ignored [summary; notes: 2]
     rare_min: types.Count = 1
-    # The maximum number of signals picked for exploration, for each kind of signal [ours]
+    # The maximum number of signals of each kind that are picked for exploration [ours]
     picks: types.Count = 8
     # The tasks to explore: the tasks of the picked signals ("signals"), or the same number of
     # random tasks of D ("random") [summary; random: notes]

@@ -50,8 +50,8 @@ def parse_object(data: bytes, location) -> dict:
 def write_json(file: Path, value) -> None:
     """Writes a value to a JSON file.
 
-    The data is first written to a temporary file, which is then renamed. If the program is
-    interrupted, the file therefore has either its old content or its new content.
+    The data is first written to a temporary file. The temporary file is then renamed, which is
+    atomic. If the program is interrupted, the file has either its old content or its new content.
     """
     temporary = file.with_name(f"{file.name}.tmp")
     temporary.write_text(json.dumps(value, indent=1))
@@ -76,8 +76,8 @@ def write_jsonl(file: Path, rows: list) -> None:
 def whole_lines(file: Path) -> list[dict]:
     """Returns the rows of a JSON lines file, or an empty list if the file does not exist.
 
-    If the program was interrupted while writing, the last line may be incomplete. In this case, the
-    incomplete line is deleted from the file.
+    If the program was interrupted while it wrote the file, the last line may be incomplete. An
+    incomplete last line is deleted from the file.
     """
     if not file.exists():
         return []
@@ -90,7 +90,7 @@ def plain(values: dict) -> dict:
     """Converts the values of a dict to plain JSON types.
 
     For example, tuples become lists, and numpy or torch scalars become numbers. Raises TypeError or
-    ValueError if JSON cannot represent a value. The error message contains the name of the value.
+    ValueError if JSON cannot represent a value. The error message contains the value's key.
     """
     converted = {}
     for name, value in values.items():
@@ -119,11 +119,11 @@ def remove(path: Path) -> None:
 def lock(folder: Path):
     """Locks the folder of a run, so that no other process can use it, and returns the lock.
 
-    Some file systems do not support locks. On these, the folder stays unlocked. Raises UsageError
-    if another process holds the lock.
+    On a file system that does not support locks, the folder stays unlocked. Raises UsageError if
+    another process has locked the folder.
     """
-    # With is_singleton, the same process can acquire the lock again. This is needed in notebooks: a
-    # cell that failed while it held the lock can be executed again.
+    # With is_singleton, the same process can acquire the lock again. This is needed in notebooks,
+    # because a cell may fail after it has acquired the lock, and may then be executed again.
     lock = FileLock(folder / "lock", is_singleton=True)
     try:
         lock.acquire(blocking=False)
@@ -150,12 +150,15 @@ def run_of(agent: Path) -> Path | None:
 
 
 def hash_of(value) -> str:
-    """Returns a hash of a value that can be written as JSON, as 16 hexadecimal digits."""
+    """Returns a hash of a value, as a string of 16 hexadecimal digits.
+
+    The value must be JSON-serialisable.
+    """
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def seed_of(*names) -> int:
-    """Returns a 48-bit random seed that is computed from the given names and numbers.
+    """Returns a 48-bit seed that is a hash of the given names and numbers.
 
     The same arguments always give the same seed.
     """
@@ -170,9 +173,9 @@ def input_key(given, agents: dict[Path, str]):
 
     Args:
         given: The input: a path, or a list or dict of inputs.
-        agents: A dict that maps the folders of models to their keys. The key of an agent that this
-            run trained is the cache key of the training phase. The key of a base model from the
-            Hugging Face Hub is its commit hash.
+        agents: A dict {folder of a model: key of the model}. If this run trained the model, the key
+            is the cache key of the training phase. If the model is a base model from the Hugging
+            Face Hub, the key is its commit hash.
 
     Returns:
         For a file, a hash of its bytes. For a folder in `agents`, the key from `agents`. For any
@@ -197,7 +200,7 @@ def input_key(given, agents: dict[Path, str]):
 
 
 def files_in(given) -> list[Path]:
-    """Returns the paths of all files among the inputs of a phase, without folders.
+    """Returns the paths of all files among the inputs of a phase. Folders are left out.
 
     Args:
         given: The inputs: a path, or a list or dict of inputs.
@@ -223,8 +226,8 @@ def is_edited(file: Path, row: dict) -> bool:
 def file_hash(file: Path) -> str:
     """Returns the SHA-256 hash of a file's bytes.
 
-    The hash is cached, so that a large file is read only once. It is computed again if the size or
-    the modification time of the file changes.
+    The hash is cached, so that a large file is read only once. The hash is computed again if the
+    size or the modification time of the file has changed.
     """
     stat = file.stat()
     return digest_of(file, stat.st_size, stat.st_mtime_ns)

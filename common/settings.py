@@ -2,8 +2,8 @@
 
 A setting is a field of a frozen dataclass. Its --help text is the comment above the field or at the
 end of the field's line. The comment ends with the source of the default value in brackets, such as
-[App. B]. The field's type restricts the allowed values. It is a plain type such as int, a Literal,
-Optional[str], or one of the types defined below, such as Rate.
+[App. B]. The field's type restricts the allowed values. The type is a plain type such as int, a
+Literal, Optional[str], or one of the types defined below, such as Rate.
 
     # Beta of Eq. (7) in iteration 1 [App. B; ETO]
     beta: Rate = 0.1
@@ -38,7 +38,8 @@ from typing import (
 class UsageError(ValueError):
     """An error in the user's input, such as an invalid setting or a missing file.
 
-    The message is a single line. It names the setting or file, its value, and how to fix the error.
+    The message is a single line. It has the name of the setting or the file, the value, and a way
+    to fix the error.
     """
 
 
@@ -47,17 +48,21 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """A condition that the value of a setting has to satisfy, in addition to its type."""
+    """A condition that the value of a setting must satisfy, in addition to having the right type.
+
+    Limits are part of the type of a setting: Annotated[type, Limits(...)].
+    """
     # A function holds(value, settings) that returns True if the value is valid. The argument
     # `settings` has all settings of the program.
     holds: Callable
     message: str  # error message, printed after the invalid value
 
 
-# The mark of settings that do not change the results of a run, except for rounding errors. For
-# example, --tokens-per-forward changes the results only by rounding errors.
+# Annotated[type, FREE] is the type of a setting that affects the results of a run only by rounding
+# errors, such as --tokens-per-forward.
 FREE = "free"
-# The mark of settings that can be increased to extend a run, such as --iterations.
+# Annotated[type, GROWING] is the type of a setting that can be increased to extend a run, such as
+# --iterations.
 GROWING = "growing"
 
 
@@ -80,15 +85,15 @@ Count = limited(int, "must be at least 1", lambda n: n >= 1)
 Rate = limited(float, "must be above 0", lambda x: x > 0)
 Weight = limited(float, "must be at least 0", lambda x: x >= 0)
 Share = limited(float, "must be at least 0 and below 1", lambda x: 0 <= x < 1)
-# The minimum of 0.001 prevents an overflow: the logits are divided by the temperature, and the
-# results have to stay within the range of float32.
+# The minimum of 0.001 prevents an overflow. The logits are divided by the temperature, and the
+# quotients must be within the range of float32.
 Temperature = limited(float, "must be 0 (greedy decoding) or at least 0.001",
                       lambda x: x == 0 or x >= 0.001)
 OldFile = limited(Optional[str], "does not exist; give an existing file or folder",
                   lambda name: Path(name).exists())
-# A condition on settings that enable a real environment, such as a WebShop server. The model "tiny"
-# cannot be used in real environments, because its vocabulary only contains the words of the
-# built-in ones.
+# A condition on settings that select a real environment, such as a WebShop server. The model "tiny"
+# cannot be used in real environments, because its vocabulary contains only the words of the
+# built-in environments.
 REAL = Limits(lambda value, settings: not value or settings.model != "tiny",
               "needs a real language model; give another --model than tiny")
 FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isfinite(value),
@@ -100,15 +105,15 @@ FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isf
 
 class Stated:
     """Base class of settings classes. A subclass may define presets and conflicts of settings."""
-    essential = ()  # names of the most important settings: --help lists these, --help all lists all
-    # Presets replace the default values of several settings at once. The dict maps the name of a
-    # preset to {setting name: value}. A preset is named after a model, a protocol or a method
-    # ("--method NAME"). `preset_names` selects the presets of a run.
+    essential = ()  # names of the most important settings; --help without "all" lists only these
+    # Presets replace the default values of several settings at once. The dict has the form
+    # {name of the preset: {setting name: value}}. A preset is named after a model, a protocol or a
+    # method ("--method NAME"). `preset_names` selects the presets of a run.
     presets = {}
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
-        """Returns the names of the presets that apply to a run, by increasing priority.
+        """Returns the names of the presets that apply to a run, sorted by increasing priority.
 
         Args:
             values: The values of all settings, by name.
@@ -125,8 +130,8 @@ class Stated:
             s: All settings of the run, including the settings of its environment.
 
         Returns:
-            A list of tuples (is_conflict, flags, message), with one tuple per check. If is_conflict
-            is true, "flags: message" is printed as an error.
+            A list of tuples (is_conflict, flags, message), one tuple for each check. If is_conflict
+            is True, the error message "flags: message" is printed.
         """
         return []
 
@@ -134,19 +139,21 @@ class Stated:
 class Method(NamedTuple):
     """A training method, which --method selects by name."""
     loop: Callable    # loop(run) runs the whole method
-    reads: tuple      # the settings that the method uses: names, or classes with all their settings
+    # The settings that the method uses. An entry is the name of a setting, or a settings class. A
+    # class stands for all its settings.
+    reads: tuple
     about: str        # description for --help
-    beside: bool = False  # True if training also needs the reference model pi_ref in GPU memory
-    # A function settings -> the number of trajectories in the largest group of a task
+    beside: bool = False  # True if the reference model pi_ref is in GPU memory during training
+    # A function group(settings) that returns the maximum number of trajectories in a `dpo.Group`.
     group: Callable = lambda s: 1
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting, as read from a field of a settings class."""
+    """The declaration of a setting, read from a field of a settings class."""
     name: str
-    kind: object    # the type without its marks, for example float for Rate
-    marks: tuple    # the marks of the type: Limits objects, FREE and GROWING
+    kind: object    # the type without the metadata of Annotated, for example float for Rate
+    marks: tuple    # the metadata of Annotated: Limits objects, FREE and GROWING
     default: object
     heading: str    # the --help heading under which the setting is listed
     comment: str    # the --help text
@@ -158,15 +165,18 @@ class Setting:
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
-    """Returns the declarations of all settings of a class, including inherited ones, by name."""
+    """Returns a dict with the declarations of all settings of a class, by setting name.
+
+    The dict includes inherited settings.
+    """
     plain_types = get_type_hints(kind)
     annotated_types = get_type_hints(kind, include_extras=True)
-    descriptions = {}  # setting name -> (heading, comment)
+    descriptions = {}  # the tuple (heading, comment) of each setting, by setting name
     for base in reversed(kind.__mro__):
         if "__annotations__" in vars(base):
             for name, comment in comments_of(base).items():
-                # A subclass may override the default and the comment of an inherited setting. The
-                # setting is still listed under the heading of the base class.
+                # A subclass may override the default and the comment of an inherited setting. In
+                # --help, the setting is still listed under the heading of the base class.
                 heading, _ = descriptions.get(name, (heading_of(base), ""))
                 descriptions[name] = heading, comment
 
@@ -179,10 +189,12 @@ def settings_of(kind: type) -> dict[str, Setting]:
 
 
 def heading_of(kind: type) -> str:
-    """Returns the --help heading of a class: the first line of its docstring, without the period.
+    """Returns the --help heading of a settings class.
+
+    The heading is the first line of the class's docstring, without a period at the end.
     """
     doc = inspect.getdoc(kind) or ""
-    # A dataclass without a docstring has a generated one, such as "Settings(beta: float = 0.1)".
+    # If a dataclass has no docstring, Python generates one, such as "Settings(beta: float = 0.1)".
     if not doc or doc.startswith(f"{kind.__name__}("):
         return f"{kind.__module__.split('.')[-1]}'s own settings"
     return doc.splitlines()[0].rstrip(".")
@@ -192,8 +204,9 @@ def comments_of(kind: type) -> dict[str, str]:
     """Reads the comments on the fields of a class from its source code.
 
     Returns:
-        A dict that maps field names to comments. The comment of a field is the one at the end of
-        its line, or otherwise the comment lines directly above it.
+        A dict {field name: comment}. The comment of a field is the comment at the end of the
+        field's line. If this line has no comment, the lines of comments directly above the field
+        are used.
     """
     comments = {}
     above = []  # the comment lines since the last line of code
@@ -214,7 +227,13 @@ def flag(name: str) -> str:
 
 
 def has_mark(kind: type, name: str, mark: str) -> bool:
-    """Returns True if a class has a setting called `name`, and this setting has the given mark."""
+    """Returns True if a class has a setting called `name` whose type has the mark FREE or GROWING.
+
+    Args:
+        kind: The settings class.
+        name: The name of the setting.
+        mark: The mark to search for, FREE or GROWING.
+    """
     return name in settings_of(kind) and mark in settings_of(kind)[name].marks
 
 
@@ -235,8 +254,8 @@ def names_in(reads: tuple) -> set[str]:
 def command_words(argv: list[str]) -> list[str]:
     """Returns the command-line arguments, with ~ in values replaced with the home directory.
 
-    Raises UsageError if a value is empty. The usual cause is an unset shell variable, as in
-    --model "$MODEL". If empty values were accepted, the program would silently ignore the flag.
+    Raises UsageError if a value is empty. The usual cause is an unset shell variable, for example
+    in --model "$MODEL". If empty values were accepted, the flag would be ignored without a warning.
     """
     words = []
     for n, word in enumerate(argv):
@@ -262,7 +281,7 @@ def parse(
     environment: Callable,
     program: str = "python coevolve.py",
 ):
-    """Parses and checks the settings of a run. With --help, prints the help text and exits.
+    """Parses and checks the settings of a run, or prints the help text and exits with --help.
 
     Args:
         argv: The command-line arguments, without the program name.
@@ -273,13 +292,13 @@ def parse(
         program: The command that starts the program, for the usage line of --help.
 
     Returns:
-        A pair of the program's settings, an object of class `kind`, and the settings of the
-        environment.
+        A tuple of two objects: the settings of the program (of class `kind`), and the settings of
+        the environment.
 
     Raises:
         UsageError: Some settings are invalid. The message lists all invalid settings.
     """
-    # 1. Parse --env first, because the other valid flags depend on the environment.
+    # 1. Parse --env first, because the environment determines which other flags are valid.
     argv = command_words(argv)
     env_parser = Parser(add_help=False, allow_abbrev=False)
     env_parser.add_argument("--env", default=kind.env)
@@ -320,8 +339,8 @@ def parse(
 def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
     """Determines the values of all settings from the command line, the presets and the defaults.
 
-    The command line has the highest priority. Next come the presets, of which a later one has
-    priority over an earlier one. The defaults have the lowest priority.
+    Values from the command line have the highest priority, and defaults have the lowest priority.
+    If several presets set the same setting, the last preset has priority.
 
     Args:
         given: The values from the command line, by setting name.
@@ -329,8 +348,9 @@ def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
         options: The settings class of the environment.
 
     Returns:
-        Two dicts: the value of each setting, and the origin of each value that is not the default.
-        An origin is "given" for the command line, or the name of a preset such as "preset tiny".
+        A tuple of two dicts: the value of each setting, and the origin of each value that is not
+        the default. The origin is "given" if the value is from the command line. If the value is
+        from a preset, the origin is the name of the preset, such as "preset tiny".
     """
     declared = settings_of(kind) | settings_of(options)
     values = {name: setting.default for name, setting in declared.items()}
@@ -338,7 +358,7 @@ def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
     origins = {}
     for preset in kind.preset_names(values | given):
         replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
-        values |= replaced  # may also contain settings that only another program declares
+        values |= replaced  # `replaced` may have settings that only the other program declares
         origins |= dict.fromkeys(replaced, f"preset {preset or env}")
     return values | given, origins | dict.fromkeys(given, "given")
 
@@ -346,11 +366,11 @@ def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
 def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program: str):
     """Creates the command-line parser for the given settings.
 
-    The result of the parser contains only the settings that occur on the command line.
+    The parser returns only the settings that were given on the command line, without defaults.
 
     Returns:
-        The parser, and a dict that maps setting names to argparse actions. The actions are needed
-        to set the help texts later.
+        A tuple of the parser and a dict {setting name: argparse action}. `parse` uses the actions
+        to set the help texts.
     """
     lines = [f"  {name:12} {method.about}" for name, method in methods.items()]
     parser = Parser(
@@ -374,7 +394,7 @@ def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program:
 
 
 def argparse_keywords(setting: Setting) -> dict:
-    """Returns the keyword arguments for `add_argument`, according to the type of a setting."""
+    """Returns the keyword arguments of argparse's `add_argument` for the type of a setting."""
     if get_origin(setting.kind) is Literal:
         return dict(choices=get_args(setting.kind))
     if setting.kind is bool:
@@ -385,7 +405,7 @@ def argparse_keywords(setting: Setting) -> dict:
 
 
 def help_of(setting: Setting, value, origin: str | None) -> str:
-    """Returns the --help text of a setting: its comment, its value, and where the value comes from.
+    """Returns the --help text of a setting: its comment, its value, and the origin of the value.
 
     For example: "Beta of Eq. (7): 2.0 (preset tiny; default 0.1 [Section 4.3])".
 
@@ -405,10 +425,10 @@ def help_of(setting: Setting, value, origin: str | None) -> str:
 
 def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], settings,
                 env_settings) -> list[str]:
-    """Checks the settings, and returns a list of error messages, which is empty if all are valid.
+    """Checks the settings, and returns a list of error messages.
 
-    It reports settings that were given but are not used by the selected method, values that violate
-    a limit, and conflicts between settings.
+    An error is a setting that was given but is not used by the selected method, a value that
+    violates a limit, or a conflict between settings. The list is empty if there are no errors.
 
     Args:
         declared: The declarations of all settings, by name.
@@ -437,10 +457,10 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
 
 
 def check_same(before: dict, now: dict, kind: type) -> None:
-    """Checks that a run is resumed with the same settings as before. Raises UsageError otherwise.
+    """Raises UsageError if a run is resumed with settings that are different from before.
 
     There are two exceptions: Free settings may change, and Growing settings may increase. A setting
-    that is missing in `before` or `now` is ignored, because two programs with different settings
+    that is missing in `before` or in `now` is ignored, because two programs with different settings
     may use the same run folder.
 
     Args:
