@@ -97,7 +97,7 @@ def saying(replies: Iterable[str]) -> Callable[[str], str]:
     """Returns an agent that gives a fixed list of replies.
 
     The agent is a function that ignores the observation and returns the next reply. After the last
-    reply, the function raises StopIteration. It can be used as `act` in `converse`.
+    reply, the function raises StopIteration. The agent can be used as `act` in `converse`.
     """
     remaining = iter(replies)
     return lambda observation: next(remaining)

@@ -8,7 +8,7 @@ from textwrap import shorten
 
 from common.settings import UsageError
 
-# Code that does not check malformed data before parsing it can raise any of these exceptions.
+# If code parses malformed data without checking it first, any of these exceptions can occur.
 FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -17,9 +17,9 @@ def reading(where: str, must: str):
     """Converts any exception in FAULTS to a UsageError. This function is a context manager.
 
     Args:
-        where: The source of the data, as the start of the error message. It names the flag, the
-            file and the position in the file.
-        must: The expected content, as the end of the error message, after "it must be".
+        where: The source of the data: the flag, the file and the position in the file. The error
+            message starts with this text.
+        must: The expected content. The error message ends with "it must be" and this text.
     """
     try:
         yield
@@ -54,8 +54,8 @@ def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Call
             this dict, but without the tasks that are in one of the lists.
         names: A dict {split: NAME} of the splits that are replaced. The list for a split is the
             file NAME_indices.json.
-        read: A function that converts an entry of a list to a task. It returns None if the entry
-            should be skipped.
+        read: A function that converts an entry of a list to a task. The function returns None if
+            the entry should be skipped.
         must: The expected content of a list, for the error message.
 
     Raises:

@@ -94,9 +94,9 @@ def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
     Args:
         text: The text of a task.
         name: The name of the function.
-        document: The description of the function. If the name is a single word in this
-            description, such as "copy", a user may use the word, too. In this case the word may
-            even stand before an argument, as in "copy a.txt".
+        document: The description of the function. If the name is a single word, such as "copy", and
+            the description contains this word, the text may use it as an ordinary word. Even "copy
+            a.txt" then does not count as a call.
         arguments: The arguments of the call.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).split("_")
@@ -106,7 +106,7 @@ def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
     if len(parts) > 1:  # users do not write names of several parts, such as get_user_name
         forms.append(rf"\b{'[_-]?'.join(map(re.escape, parts))}\b")
     elif not re.search(rf"\b{name}\b", document, re.I):
-        # This form is the name before an argument, as in a shell command.
+        # Also match the name if an argument follows it, as in a shell command.
         first = "|".join(re.escape(str(value)) for value in (*arguments, *leaves(arguments)))
         forms.append(rf"\b{name}\b\W*(?:{first})(?!\w)")
     return bool(re.search("|".join(forms), text, re.I))

@@ -1,6 +1,6 @@
 """InterCodeSQL: an agent answers questions with SQL queries.
 
-The databases and questions are generated, or are the official ones of InterCode.
+The databases and questions are either generated, or the official data of InterCode.
 """
 
 import re

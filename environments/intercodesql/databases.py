@@ -112,8 +112,8 @@ def _number(value) -> float:
 def _length(text: str, count) -> int:
     """Returns the number of characters that LEFT(text, count) and RIGHT(text, count) return.
 
-    This number is `count` as an integer between 0 and the length of `text`. A `count` of numeric
-    type is rounded. If `count` is a text such as "2.7", its fraction is dropped.
+    This number is `count` as an integer between 0 and the length of `text`. If `count` is a number,
+    the function rounds it. If `count` is a text such as "2.7", the function drops the fraction.
     """
     half = 0.5 if isinstance(count, (int, float)) else 0
     return int(min(max(_number(count), 0), len(text)) + half)
@@ -237,7 +237,7 @@ class Sqlite:
 
     Args:
         name: Name of the database.
-        script: SQL script that creates its tables and inserts the rows.
+        script: SQL script that creates the tables and inserts the rows.
 
     Raises:
         UsageError: If sqlite cannot run the script.
@@ -410,7 +410,7 @@ def _fetch(cursor) -> list[tuple] | str:
 class MySQL:
     """A database on a MySQL or MariaDB server.
 
-    Each object opens its own connection. It logs in as the user that `load_intercode` created for
+    Each object opens its own connection, and logs in as the user that `load_intercode` created for
     the database. The server stops a query after SECONDS seconds. If the server fails to stop the
     query, the client's read timeout closes the connection 3 seconds later.
 
@@ -440,7 +440,9 @@ class MySQL:
 
     def close(self):
         connection, self._connection = self._connection, None
-        if connection and connection._result:  # PyMySQL would otherwise fetch the rest
+        # If a result is still open, PyMySQL fetches the remaining rows before it closes the
+        # connection. The line below the condition prevents this.
+        if connection and connection._result:
             connection._result.unbuffered_active = False
         if connection and connection.open:
             connection.close()
@@ -469,7 +471,7 @@ class MySQL:
             raise
         except ValueError as error:  # the query or its result is not valid UTF-8
             answer = f"{ERROR}{error}"
-        # `close` fetches the remaining rows. The server's time limit includes this time.
+        # `cursor.close` fetches the remaining rows. The server's time limit also applies to them.
         cursor.close()
         return answer
 
@@ -494,8 +496,8 @@ class MySQL:
 def driver():
     """Imports PyMySQL and returns the module.
 
-    Other modules do not import PyMySQL, because only --mysql-url needs it. Raises UsageError if
-    PyMySQL is not installed.
+    PyMySQL is not imported when this file is loaded, because only --mysql-url needs it. Raises
+    UsageError if PyMySQL is not installed.
     """
     try:
         import pymysql

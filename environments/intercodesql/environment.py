@@ -62,7 +62,8 @@ class InterCodeSQL(Environment):
     """
     name = "intercodesql"
     max_turns = 10
-    error_end = ""  # appended to most error texts; eto_protocol.py sets "\n", as in IPR's code
+    # This string is appended to most error texts. It is "\n" with --protocol eto, as in IPR's code.
+    error_end = ""
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -96,7 +97,7 @@ class InterCodeSQL(Environment):
         self.close()
         self._db = self.database(question["db"], script)
         self._question = question
-        self.last_answer = None  # the result of the last query, which "submit" submits
+        self.last_answer = None  # result of the last query; the action "submit" submits it
         return question["query"]
 
     def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
@@ -247,7 +248,7 @@ def sql_reward(agent_rows, gold_rows) -> float:
 def _first_of(common: Counter, rows: list[str]) -> list[str]:
     """Returns the rows that are in `common`, in their order in `rows`.
 
-    If `common` counts a row n times, only the first n occurrences of that row are returned.
+    If the count of a row in `common` is n, only the first n occurrences of the row are returned.
     """
     seen = Counter()
     return [row for row in rows if seen.update([row]) or seen[row] <= common[row]]

@@ -93,8 +93,8 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump into a server, and creates a user for each database.
 
     Each user can only read its own database. If the server already has a table with the name of a
-    table in the dump, the table is replaced. The dump's CREATE USER statement is skipped. It
-    creates a user "admin" with the password "admin" and all privileges, which is not safe.
+    table in the dump, the table is replaced. The function skips the dump's CREATE USER statement,
+    because this statement creates a user "admin" with the password "admin" and all privileges.
 
     Args:
         dump: Path of the dump.

@@ -25,8 +25,8 @@ VARYING = set("now date time datetime julianday strftime unixepoch timediff curr
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
 
-# Each item is a pair of patterns. The first matches an operation in a query, and the second matches
-# the words for this operation in a question.
+# Each item is a pair of patterns. The first pattern matches an operation in a query. The second
+# pattern matches the words for this operation in a question.
 OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
               (r"\bavg\b", r"\b(average|mean)\b"), (r"\b(or|in)\b", r"\bor\b"))
 
@@ -216,7 +216,7 @@ class TaskGenerator:
         return f"{task['db']}/{effect(self.env.data, task['db'], task['gold'])}"
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why a question must not become a task, or None if it may."""
+        """Returns the reason why a question must not become a task, or None if there is none."""
         if task["db"] not in self.training:
             return "a database of no training task"
         words, key = words_of(task["query"]), self.key(task)

@@ -22,8 +22,8 @@ class Options(ProtocolOptions):
         # candidates have the following success rates after SFT, and the following fractions of hard
         # negatives among the failures:
         #     these values (100 expert trajectories, 10 epochs): 0.22 to 0.27, and 32%
-        #     60 expert trajectories: 0.18 to 0.27, and 27% to 36%
-        #     4 epochs: 0.12 to 0.22, and 38%
+        #     60 expert trajectories instead: 0.18 to 0.27, and 27% to 36%
+        #     4 epochs instead: 0.12 to 0.22, and 38%
         "tiny": dict(iterations=2, train_tasks=100, task_types="short", max_tokens=1280,
                      max_new_tokens=24, slots=4, sft_epochs=10, sft_lr=1e-3, lambda_sft=0.5,
                      dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=5e-5),

@@ -1,6 +1,6 @@
 """ScienceWorld: the agent does elementary science experiments in a simulated house.
 
-The simulator is written in Java and comes with the package scienceworld.
+The simulator is written in Java, and is part of the package scienceworld.
 """
 
 import logging
@@ -17,7 +17,7 @@ from scienceworld.constants import JAR_PATH
 from environments.user_files import read_lists
 from envs import EnvError, Environment, Step
 
-logging.getLogger("py4j").setLevel(logging.CRITICAL)  # `safely` reports the errors of py4j
+logging.getLogger("py4j").setLevel(logging.CRITICAL)  # `safely` reports py4j's errors instead
 
 PROMPT = """\
 You carry out an elementary science experiment in a house. Its rooms are the kitchen, foundry, \
@@ -150,7 +150,7 @@ def safely(env: ScienceWorld, call):
     Py4JError is an error of Java or of the connection to Java, and is converted to EnvError.
 
     Args:
-        env: The environment. If it has no simulator yet, it gets one.
+        env: The environment. If it has no simulator, an idle or new simulator is assigned to it.
         call: A function whose only argument is the simulator.
     """
     try:
@@ -227,7 +227,7 @@ class _Simulator:
         Args:
             kind: The task type.
             number: The number of the variation.
-            gold: True if the simulator should also compute its solution.
+            gold: True if the simulator should also compute a solution of the task.
         """
         if problem := self.interface.load(kind, number, "easy", gold):
             raise EnvError(f"scienceworld {kind} {number}: {problem}")
@@ -297,8 +297,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 
     def read(entry):
         """Converts an entry of ETO's lists, [task name, variation], to a task. Returns None if the
-        settings exclude the task's type. The task name may have a prefix such as "task-1-" and
-        parentheses, which are removed."""
+        settings exclude the task's type. A prefix such as "task-1-" and parentheses are removed
+        from the task name."""
         name, number = entry
         kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
         task = _task(f"{kind}-{number}")
@@ -361,8 +361,8 @@ def as_shown(action: str, shown: list[str]) -> str:
     """Replaces the name of the first object in an action with the name that observations show.
 
     The simulator's solutions use longer names. For example, "move egg dove egg in inventory to red
-    box" becomes "move dove egg to red box". If none of the names in `shown` fits, or if more than
-    one fits, the action is not changed.
+    box" becomes "move dove egg to red box". A shown name fits if it contains all words of the
+    solution's name. If no shown name fits, or if several names fit, the action is not changed.
 
     Args:
         action: An action of the simulator's solution.

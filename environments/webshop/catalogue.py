@@ -5,9 +5,9 @@ has to read the pages to find the right product. There are 12 product types with
 Each family has its own pair of attributes. A family consists of four products with the same title,
 which we call twins:
 
-    a good product
+    a good product, which meets the goals of the family
     a product that costs 41 to 60 dollars more
-    a product that does not come in the colours that goals request
+    a product that is not available in the colours that goals request
     a product with both of these faults
 
 The title shows the attributes. The results page shows the title and the price. Only the item page
@@ -29,7 +29,7 @@ DATA_SEED = 20251122  # random seed of the products and goals, independent of th
 SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
          "windows": ["short", "regular", "tall"], "-": []}
 # A dict {product type: (department, sizes, attributes)}. The names of two types have no word in
-# common. If they had, the purchase of a product of the wrong type would get a part of the reward.
+# common. With a common word, buying a product of the wrong type would earn a part of the reward.
 TYPES = {}
 for line in """\
 rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof
@@ -219,7 +219,7 @@ def goal_for(rng: random.Random, item: dict, attributes: list[str], options: lis
 
     Args:
         rng: Random number generator for the price limit.
-        item: The product or family. It must have the attributes and options.
+        item: The product or family. The item must have the attributes and options of the goal.
         attributes: The attributes that the goal requests.
         options: The options that the goal requests, with the colour first.
     """

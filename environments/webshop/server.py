@@ -195,7 +195,7 @@ class Client:
             self._fail("the page is incomplete")
         try:
             page = _Html(html, response.url)
-        except (ValueError, IndexError, AssertionError) as error:  # an address, reward or tag
+        except (ValueError, IndexError, AssertionError) as error:  # invalid address, reward or tag
             self._fail(f"the page cannot be parsed ({error})")
         if page.reward is None and not (page.instruction and (page.form or page.links)):
             self._fail(NO_WEBSHOP)

@@ -81,7 +81,7 @@ class Shop(Environment):
 
     def step(self, reply: str) -> Step:
         """Executes a search or a click. If the current page does not offer the action, the page
-        stays the same."""
+        does not change."""
         name, argument = name_and_argument(self.action(reply))
         page = self.page
         if name == "search" and (page.kind == "search" or self.searches_everywhere):
@@ -103,8 +103,8 @@ def name_and_argument(action: str) -> tuple[str, str]:
     For example, the action "search[Red mug] now" gives ("search", "red mug"). A text that is not an
     action gives ("", ""). The result is the same as with WebShop's regular expression
     `(.+)\[(.+)\]`. We do not use this expression, because it takes quadratic time. Instead, the
-    function searches in the first line of the text. The argument ends at the last "]". It starts at
-    the last "[" for which the argument is not empty.
+    function searches in the first line of the text. The argument ends at the last "]". The argument
+    starts at the last "[" for which the argument is not empty.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")
@@ -116,7 +116,7 @@ def show(shop: Shop, page: Page, first: bool = False) -> str:
     """Makes a page the current page of the environment, and returns the page's text.
 
     Args:
-        shop: The environment. The text is in the full or the short view of this environment.
+        shop: The environment. `shop.view` determines if the text is in the full or the short view.
         page: The new page.
         first: True if the page is the first one of an episode.
     """
@@ -200,7 +200,7 @@ class WebShop(Shop):
             add_item(self.data.products[place.item], place, pieces, links)
         else:
             pieces += ["< Prev", *sub_pages(self.data.products[place.item])[place.sub]]
-            links["< prev"] = replace(place, kind="item", sub="")  # the chosen options do not change
+            links["< prev"] = replace(place, kind="item", sub="")  # chosen options do not change
         return Page(place.kind, pieces, links, place.item, options=place.options)
 
 
@@ -315,7 +315,8 @@ class BM25:
 
 # ------------------------------------------------------------------------------ WebShop's reward
 
-# WebShop's colour list has 102 colours. These are the 16 basic ones, in alphabetical order.
+# WebShop's colour list has 102 colours. This list contains the 16 basic colours in alphabetical
+# order.
 COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple red silver "
            "white yellow").split()
 
@@ -387,7 +388,7 @@ def has_attribute(product: dict, attribute: str) -> bool:
     """Returns True if a product has an attribute.
 
     The title, the bullet points or the description must contain the attribute. Otherwise, one of
-    the product's listed attributes must be similar to it.
+    the product's listed attributes must be similar to the attribute.
     """
     bullets = " ".join(product["BulletPoints"])
     for text in (product["Title"], bullets, product["Description"]):
@@ -419,8 +420,9 @@ def token_set_ratio(a: str, b: str) -> int:
 
     The function gives the same results as token_set_ratio in thefuzz 0.19, the version that WebShop
     uses. Each text is converted to its distinct words, and the words that both texts share are
-    placed first. The result is the largest of three ratios from difflib: shared words and first
-    text, shared words and second text, first text and second text.
+    placed first. The result is the largest of three ratios, which are computed with difflib: the
+    similarity of the shared words and the first text, of the shared words and the second text, and
+    of the two texts.
     """
     words_a = plain_words(a)
     words_b = plain_words(b)

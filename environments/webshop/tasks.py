@@ -15,7 +15,7 @@ from environments.webshop.catalogue import goal_for, goal_key, instruction_of, m
 from environments.webshop.shop import Page, name_and_argument
 from environments.wording import with_pairs
 
-# A new goal is rejected as too vague if more products than this number meet the goal [ours].
+# If more products than this number meet a new goal, the goal is rejected as too vague [ours].
 MAX_FITTING = 4
 
 
@@ -28,7 +28,7 @@ class ExecutedAction:
 
 
 class TaskGenerator:
-    """Makes and checks new goals. They are made from episodes, or proposed by an explorer model."""
+    """Makes new goals from episodes or from an explorer model's proposals, and checks the goals."""
     # This text explains in the prompt of an explorer model what a task is.
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
