@@ -1,9 +1,10 @@
-"""Finds and makes environments. Each folder here contains one environment of the same name.
+"""Finds and creates environments. Each folder next to this file contains one environment, which has
+the name of the folder.
 
-The `__init__.py` of such a folder defines the class `Options`, the settings of the environment. It
-imports only the standard library and this project, so reading the settings needs no extra package.
-`make` imports the packages that the environment itself needs. The functions below `make` are
-helpers that several environments share.
+The file `__init__.py` of such a folder defines the class `Options`, the settings of the
+environment. The file imports only the standard library and this project, so reading the settings
+needs no extra package. `make` imports the packages that the environment itself needs. The functions
+below `make` are helpers that several environments share.
 """
 
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from common.settings import Stated, UsageError
 from envs import Environment, Stuck
 
-# The names of all environments, which the commands accept
+# The names of all environments. The commands accept these names.
 ENVIRONMENTS = tuple(sorted(
     file.parent.name for file in Path(__file__).parent.glob("*/__init__.py")))
 
@@ -30,7 +31,7 @@ class Options(Stated):
 
     @staticmethod
     def scenario(task: str) -> str | None:
-        """Returns the name of the scenario that a task belongs to, or None.
+        """Returns the name of a task's scenario, or None if the environment has no scenarios.
 
         The tasks of a scenario are variants of each other. If an environment has scenarios, the
         evaluation also reports the fraction of scenarios in which all variants succeed.
@@ -46,12 +47,12 @@ def environment(name: str) -> type[Options]:
 
 
 def make(name: str, view: str = "full", examples: int = 1, **options) -> Environment:
-    """Makes the environment called `name`.
+    """Creates the environment called `name`, and returns it.
 
     Args:
         name: The name, one of ENVIRONMENTS.
         view: "full" for the environment's official texts, or "short" for shorter texts.
-        examples: The number of example conversations in the prompt. It has no effect unless
+        examples: The number of example conversations in the prompt. It is only used with
             protocol="eto", because our own prompts contain no examples.
         options: Values for the fields of the environment's `Options`.
     """
@@ -65,12 +66,12 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> Environ
 
 def converse(env: Environment, observation: str,
              act: Callable[[str], str]) -> tuple[list[dict], float]:
-    """Plays an episode: sends each observation to `act`, and its reply to the environment.
+    """Plays an episode. Calls `act` with each observation, and passes the reply to the environment.
 
     Args:
         env: The environment, after a call of `reset` or `start`.
         observation: The observation that `reset` or `start` returned.
-        act: A function that takes an observation and returns a reply. It raises Stuck or
+        act: A function that takes an observation and returns a reply. The function raises Stuck or
             StopIteration if it has no further reply.
 
     Returns:
@@ -93,10 +94,10 @@ def converse(env: Environment, observation: str,
 
 
 def saying(replies: Iterable[str]) -> Callable[[str], str]:
-    """Returns an agent that plays a fixed list of replies, for use as `act` in `converse`.
+    """Returns an agent that gives a fixed list of replies.
 
     The agent is a function that ignores the observation and returns the next reply. After the last
-    reply it raises StopIteration.
+    reply, the function raises StopIteration. The agent can be used as `act` in `converse`.
     """
     remaining = iter(replies)
     return lambda observation: next(remaining)
@@ -105,9 +106,10 @@ def saying(replies: Iterable[str]) -> Callable[[str], str]:
 def first_reply(messages: list[dict], turns: int) -> int:
     """Returns the index of the message that contains the agent's first reply.
 
-    The opening of an episode may also have assistant messages: the "OK" after the rules, and the
+    The opening of an episode may also contain assistant messages: the "OK" after the rules, and the
     replies in the example conversations. The agent's own replies are the last `turns` assistant
-    messages. If there are fewer than `turns`, or if `turns` is 0, returns len(messages).
+    messages. If there are fewer than `turns` assistant messages, or if `turns` is 0, the function
+    returns len(messages).
 
     Args:
         messages: All messages of an episode.

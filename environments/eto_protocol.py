@@ -7,10 +7,10 @@ For WebShop and ScienceWorld we follow the code of ETO.
     WeiminXiong/IPR     WebShop and InterCodeSQL      (Xiong et al. 2024)
 
 The prompts are read from the user's copy of one of these repositories. The class `EtoEnvironment`
-wraps one of our environments and changes the form of its episodes. The rules are a separate first
-message. Example conversations come before the task. Every observation starts with a heading such as
-"Observation: ". The action is the text after the first "Action: ". The table in
-environments/README.md lists all differences from our own protocol.
+wraps one of our environments and changes the messages of its episodes. The first message contains
+only the rules. The next messages are example conversations, and then the task follows. Every
+observation starts with a heading such as "Observation: ". The action is the text after the first
+"Action: ". The table in environments/README.md lists all differences from our own protocol.
 """
 
 import re
@@ -28,9 +28,9 @@ from envs import Environment, Step
 class ProtocolOptions(Options):
     """Settings of WebShop, ScienceWorld and InterCodeSQL, which are the environments of ETO and
     IPR."""
-    # Form of the episodes: "ours", or "eto" for the form in ETO's code (in IPR's code for
-    # InterCodeSQL). "eto" also sets the prompt, lengths, stop strings, learning rate, temperature
-    # and rewards of that code [ours]
+    # Messages and rules of the episodes: "ours" for those of this project, or "eto" for those of
+    # ETO's code. For InterCodeSQL, "eto" uses IPR's code instead of ETO's code. "eto" also sets the
+    # prompt, lengths, stop strings, learning rate, temperature and rewards of the same code [ours]
     protocol: Literal["ours", "eto"] = "ours"
     # Folder with the prompts for --protocol eto: eval_agent/prompt in ETO's or IPR's repository [-]
     prompts: OldFile = None
@@ -47,7 +47,8 @@ class ProtocolOptions(Options):
              "the explorers of this method need this project's texts; leave out one of the two")]
 
 
-# The observations that ETO's and IPR's code returns after a reply without an action, verbatim
+# ETO's and IPR's code returns these observations after a reply without an action. The texts are
+# copied verbatim.
 NO_ACTION = "Invalid format. The input must contains 'Action: '"
 NO_SQL_ACTION = (
     "I don't understand your input.\n Your input shoud include the key world \"Action:\".\n If you "
@@ -58,7 +59,7 @@ NO_SQL_ACTION = (
 
 
 class EtoEnvironment:
-    """Wraps one of our environments so that its episodes have the same form as in ETO's code.
+    """Wraps one of our environments so that its episodes are the same as in ETO's code.
 
     Every attribute that this class does not define is looked up in the wrapped environment.
     """
@@ -71,7 +72,8 @@ class EtoEnvironment:
         Args:
             inner: The environment to wrap.
             instruction: The first message to the agent, which states the rules.
-            examples: Example conversations, which the prompt contains when the agent acts.
+            examples: The example conversations. The prompt contains them when the agent acts, but
+                not when it is trained.
         """
         self.inner = inner
         self.inner.action = self.action  # makes the inner `step` parse replies as in ETO's code
@@ -91,8 +93,8 @@ class EtoEnvironment:
         """Returns the first messages of an episode: the instruction, the reply "OK", the example
         conversations and the task.
 
-        With playing=False the messages are those for training. They contain no examples, and the
-        task has no heading.
+        With playing=False, the function returns the messages for training. These messages contain
+        no examples, and the task has no heading.
         """
         messages = [{"role": "user", "content": self.instruction},
                     {"role": "assistant", "content": "OK"}]
@@ -105,8 +107,8 @@ class EtoEnvironment:
     def action(self, reply: str) -> str | None:
         """Returns all text after the first "Action: ", or None if the reply has no "Action: ".
 
-        If a reply contains several actions, the result starts with the first action and also
-        contains the others, as in ETO's code.
+        If a reply contains several actions, the result contains all of them, because ETO's code
+        also returns all text after the first "Action: ".
         """
         match = re.search(r"Action: (.*)", reply.strip(), re.S)
         return match[1] if match else None
@@ -118,19 +120,19 @@ class EtoEnvironment:
         return replace(step, observation=self.heading + step.observation)
 
     def without_action(self) -> Step:
-        """Returns the step after a reply that contains no action: an error message as observation,
-        and the reward 0."""
+        """Returns the result of a reply that contains no action. The observation is an error
+        message, and the reward is 0."""
         return Step(f"Observation: {self.no_action}", 0.0, False, idle=True)
 
     def expert(self):
-        """Returns the scripted expert of the wrapped environment. The heading is removed from each
-        observation before the expert reads it."""
+        """Returns the scripted expert of the wrapped environment. The expert gets the observations
+        without their heading."""
         act = self.inner.expert()
         return lambda observation: act(without_heading(observation))
 
 
 class EtoShop(EtoEnvironment):
-    """WebShop in which the agent may search on every page, as in ETO's code."""
+    """Wraps WebShop. The agent may search on every page, as in ETO's code."""
     heading = "Observation:\n"
 
     def __init__(self, *args):
@@ -139,10 +141,11 @@ class EtoShop(EtoEnvironment):
 
 
 class EtoScienceWorld(EtoEnvironment):
-    """ScienceWorld with ETO's rewards.
+    """Wraps ScienceWorld so that its rewards are the same as in ETO's code.
 
-    The reward is the highest score so far. It starts at -1 instead of 0, so a wrong `focus on` as
-    the first action gives the reward -1. A reply without an action resets the highest score to 0.
+    The reward is the highest score so far. The highest score starts at -1 instead of 0, so a wrong
+    `focus on` as the first action gives the reward -1. A reply without an action resets the highest
+    score to 0.
     """
 
     def start(self, what) -> str:
@@ -156,7 +159,7 @@ class EtoScienceWorld(EtoEnvironment):
 
 
 class EtoInterCodeSQL(EtoEnvironment):
-    """InterCodeSQL with the episodes of IPR's code.
+    """Wraps InterCodeSQL so that its episodes are the same as in IPR's code.
 
     The reward can be negative, and most error messages end with a newline. The action is extracted
     from a reply in the same way as in our own protocol.
@@ -175,19 +178,20 @@ class EtoInterCodeSQL(EtoEnvironment):
         return step
 
 
-# A dict {name of the environment: (wrapper class, name in the file names of the prompt folder)}
+# This dict maps the name of an environment to its wrapper class, and to the start of the names of
+# its files in the prompt folder.
 WRAPPERS = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
             "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
 
 
 def in_eto_protocol(env: Environment, folder: str, examples: int) -> EtoEnvironment:
-    """Wraps an environment so that its episodes have the same form as in ETO's or IPR's code.
+    """Wraps an environment so that its episodes are the same as in ETO's or IPR's code.
 
     Args:
         env: One of our environments, in the full view.
         folder: A copy of the folder eval_agent/prompt from ETO's or IPR's repository.
-        examples: The number of example conversations to read from the folder. They are part of the
-            prompt when the agent acts.
+        examples: The number of example conversations to read from the folder. The prompt contains
+            these examples when the agent acts.
 
     Raises:
         UsageError: If a file is missing or malformed, or if there are fewer than `examples`

@@ -2,9 +2,10 @@
 
 The file has one of two formats. ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish expert
 trajectories as a JSON list. The code below calls these trajectories "published". A run of this
-project writes its trajectories as JSON lines. The opening of each expert trajectory, i.e. its
-prompt and first observation, must be the same as in an episode of our environment. If it differs,
-`experts` raises UsageError, because the trajectory then belongs to another task.
+project writes its trajectories as JSON lines. The opening of a trajectory is its prompt and its
+first observation. The opening of each expert trajectory must be the same as in an episode of our
+environment. If the openings differ, `experts` raises UsageError, because the trajectory then
+belongs to another task.
 """
 
 import json
@@ -23,10 +24,11 @@ from envs import Environment
 MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajectories (task, "
         "messages of role and content, reward; experts.jsonl, for example), of this environment's "
         "tasks")
-# Fields that a run writes for each trajectory, and that this module ignores
+# A run writes these additional fields for each trajectory. This module uses only "turns" and
+# "ended", and ignores the others.
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
           "turns", "idle", "ended", "signal")
-# A dict {role in the file: role in a chat template}, for both file formats
+# This dict maps the role in a file to the role in a chat template, for both file formats.
 ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
@@ -38,8 +40,8 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
         env: The environment.
         file: The path of the file, or None for the scripted expert.
         count: The number of tasks to use, or 0 for all tasks.
-        dropped: A counter {reason: number of entries}, which is increased for each entry that is
-            left out.
+        dropped: A counter {reason: number of entries}. The function adds 1 for each entry that it
+            leaves out.
         report: A function that prints a line for the user.
 
     Yields:
@@ -47,8 +49,8 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
         contain several trajectories of the same task.
 
     Raises:
-        UsageError: If an entry of the file is malformed, or if the opening of its episode differs
-            from the opening in our environment.
+        UsageError: If an entry of the file is malformed, or if the opening of the entry differs
+            from the opening of the same task in our environment.
     """
     if not file:
         for task in env.tasks("train")[:count or None]:
@@ -86,12 +88,12 @@ def read_experts(path: str, env: Environment, report: Callable[[str], None] | No
     Args:
         path: The path of the file.
         env: The environment.
-        report: A function that prints a line for the user, or None to print nothing. If some of the
-            entries have no reward, the line states how many.
+        report: A function that prints a line for the user, or None to print nothing. The line is
+            printed if some entries have no reward, and contains the number of these entries.
 
     Returns:
         A list of (task id, messages, reward), one for each entry of the file. The messages are
-        empty if the context of the rollout was full before the agent's first reply.
+        empty if the context window of the rollout was full before the agent's first reply.
 
     Raises:
         UsageError: If the file or an entry is malformed. The message names the entry and the turn.
@@ -119,8 +121,8 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
     """Returns (task id, messages, reward) of an entry in either file format.
 
     Raises:
-        ValueError: If the entry is not an expert trajectory of this environment. An entry of the
-            wrong type may raise any other exception in `user_files.FAULTS`.
+        ValueError: If the entry is not an expert trajectory of this environment. If a value in the
+            entry has the wrong type, any other exception in `user_files.FAULTS` may be raised.
     """
     # 1. Read the task, the messages and the reward, from either file format.
     if "conversations" in entry:
@@ -132,7 +134,7 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
         messages = read_turns(entry["messages"], "role", "content")
         messages = without_examples(messages, entry.get("turns", 0), len(env.opening("")))
 
-    # 2. Drop the observations after the last reply, because training has no use for them.
+    # 2. Drop the observations after the last reply, because training does not use them.
     while messages and messages[-1]["role"] == "user":
         messages.pop()
 
@@ -152,16 +154,16 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
 
 
 def never_replied(row: dict) -> bool:
-    """Returns True if a trajectory of a run has no reply, because its context was already full
-    before the first one."""
+    """Returns True if a trajectory of a run has no reply, because its context window was already
+    full before the first reply."""
     return row.get("ended") == "context_limit" and row.get("turns") == 0
 
 
 def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a required field is missing, or if the row has an unknown field.
 
-    Unknown fields are errors because they may change the meaning of a trajectory. Silently
-    ignoring such a field could train on something that the author of the file did not intend.
+    An unknown field is an error, because the field may change the meaning of a trajectory. For
+    example, it may mark messages that the model should not be trained on.
     """
     for name in required:
         if name not in row:
@@ -178,7 +180,7 @@ def read_turns(turns: list[dict], role: str, text: str, *optional: str, roles=RO
         turns: The messages in the file, each a dict.
         role: The name of the field with the role of a message.
         text: The name of the field with the text of a message.
-        optional: The names of fields that are allowed and ignored.
+        optional: The names of additional fields that a message may have. They are ignored.
         roles: A dict {role in the file: role in a chat template}.
 
     Returns:
@@ -209,8 +211,10 @@ def without_examples(messages: list[dict], turns: int, opening: int) -> list[dic
 
     Args:
         messages: The messages of the episode.
-        turns: The number of replies that the agent gave, or 0 if the file does not say.
-        opening: The number of messages before the agent's first reply when there are no examples.
+        turns: The number of replies that the agent gave, or 0 if the file does not contain this
+            number.
+        opening: The number of messages before the agent's first reply in an episode without
+            examples.
     """
     first = first_reply(messages, turns)
     if turns == 0 or first <= opening:
@@ -221,14 +225,14 @@ def without_examples(messages: list[dict], turns: int, opening: int) -> list[dic
 
 
 def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
-    """Returns (task id, messages, reward) of a published entry.
+    """Converts a published entry, and returns (task id, messages, reward).
 
-    If the entry has no reward, the reward is 1. The opening of the conversation is replaced with
-    the opening of our episodes. With our protocol, the environment's prompt thereby replaces the
-    rules in the entry. With --protocol eto, the rules in the entry are kept.
+    If the entry has no reward, the reward is 1. The opening of our episodes replaces the opening of
+    the conversation. With our protocol, the new opening contains the environment's prompt instead
+    of the rules in the entry. With --protocol eto, the new opening contains the rules in the entry.
     """
-    # 1. Read the messages. If the file has a loss mask, it must be the same as ours: the loss is
-    # computed on all replies, and on nothing else.
+    # 1. Read the messages. A loss mask in the file must select all replies and nothing else,
+    # because training always computes the loss on exactly these tokens.
     check_fields(entry, ("id", "conversations"), ("reward", "source"))
     messages = read_turns(entry["conversations"], "from", "value", "loss")
     has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
@@ -258,8 +262,8 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
 def published_task(env: Environment, name: str) -> str:
     """Converts a published id, such as webshop_17 or sciworld_0_12, to the id of a training task.
 
-    The last number in a published id identifies the task. In an environment with task types, such
-    as ScienceWorld, it is the variation, and the number before it is the index of the type.
+    The last number in a published id is the number of the task. ScienceWorld has task types. In its
+    ids, the last number is the variation, and the second-to-last number is the index of the type.
     """
     form = "ETO's ids have the form webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):
@@ -277,7 +281,7 @@ def opening_difference(env: Environment, messages: list[dict],
     """Compares the opening of an expert trajectory with the opening in our environment.
 
     An opening consists of the prompt and the first observation. Text that matches `env.drawn_anew`
-    is ignored, because a real server changes this text at each start.
+    is ignored, because a real WebShop server changes this text each time the server starts.
 
     Args:
         env: The environment.
@@ -285,8 +289,8 @@ def opening_difference(env: Environment, messages: list[dict],
         observation: The first observation of the same task in our environment.
 
     Returns:
-        An excerpt of the expert's opening and an excerpt of our opening, both around the first
-        difference. None if the openings are equal.
+        An excerpt of the expert's opening and an excerpt of our opening. Both excerpts show the
+        first difference. If the openings are equal, the function returns None.
     """
     opening = env.opening(observation)
     for their_message, our_message in zip(messages, opening):
@@ -299,9 +303,9 @@ def opening_difference(env: Environment, messages: list[dict],
 
 
 def comparable(env: Environment, text: str) -> str:
-    """Normalizes a text for `opening_difference`.
+    """Normalizes a text for `opening_difference`, and returns the normalized text.
 
-    Removes its heading and the text that matches `env.drawn_anew`, converts it to lower case, and
-    replaces each sequence of whitespace with one space.
+    The function removes the heading, and all text that matches `env.drawn_anew`. It converts the
+    other text to lower case, and replaces each sequence of whitespace with one space.
     """
     return " ".join(re.sub(env.drawn_anew, "", without_heading(text.strip())).lower().split())

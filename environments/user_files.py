@@ -8,18 +8,18 @@ from textwrap import shorten
 
 from common.settings import UsageError
 
-# The exceptions that can occur when code parses malformed data without checking it first
+# If code parses malformed data without checking it first, any of these exceptions can occur.
 FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @contextmanager
 def reading(where: str, must: str):
-    """A context manager that converts any exception in FAULTS to a UsageError.
+    """Converts any exception in FAULTS to a UsageError. This function is a context manager.
 
     Args:
-        where: The source of the data, with which the message starts: the flag, the file and the
-            position in the file.
-        must: The expected content, with which the message ends: "it must be ...".
+        where: The source of the data: the flag, the file and the position in the file. The error
+            message starts with this text.
+        must: The expected content. The error message ends with "it must be" and this text.
     """
     try:
         yield
@@ -44,15 +44,18 @@ def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Call
                must: str) -> dict[str, list]:
     """Returns the splits of an environment, a dict {split: tasks}.
 
-    ETO and IPR publish task lists, files with names of the form NAME_indices.json. If the user
-    gives the folder of these files (--split-file), each list replaces the tasks of one split.
+    ETO and IPR publish task lists. Each list is a file with a name such as train_indices.json. If
+    the user gives the folder of these files (--split-file), each list replaces the tasks of one
+    split.
 
     Args:
         folder: The folder of the task lists, or None to return `rule` unchanged.
-        rule: The default splits, a dict {split: tasks}. The validation split always comes from this
-            dict, but tasks that are in one of the lists are removed from it.
-        names: A dict {split: NAME}, the list for each split that is replaced.
-        read: A function that converts an entry of a list to a task, or to None to skip the entry.
+        rule: The default splits, a dict {split: tasks}. The validation split is always read from
+            this dict, but without the tasks that are in one of the lists.
+        names: A dict {split: NAME} of the splits that are replaced. The list for a split is the
+            file NAME_indices.json.
+        read: A function that converts an entry of a list to a task. The function returns None if
+            the entry should be skipped.
         must: The expected content of a list, for the error message.
 
     Raises:

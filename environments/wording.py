@@ -1,14 +1,14 @@
-"""Checks the text of a new task, which an explorer model may have written.
+"""Checks the text of a new task. An explorer model may have written the text.
 
-The text must ask for something that the task's solution does. It must not contain code or a
-function call, because these would give the solution away. The checks only compare words, so they
-are sometimes wrong. A wrong rejection costs little: it wastes a proposal, but no episode.
+The text must ask for something that the task's solution does. The text must not contain code or a
+function call, because these reveal the solution. The checks only compare words, so they are
+sometimes wrong. A wrong rejection costs little, because it wastes a proposal but no episode.
 """
 
 import json
 import re
 
-# Words that occur in requests of any kind, and so do not show what a request is about
+# These words occur in requests of any kind, so they do not show what a request is about.
 EMPTY = """a about action actions ahead all also an and answer any anything app are as ask asked
     assist at available be been by call can care carry change code command complete could current do
     does done each every everything execute existing finish fix for from fulfil function get give
@@ -25,7 +25,8 @@ MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 def asks(text: str, about: str) -> bool:
     """Returns True if the text of a task asks for something that its solution does.
 
-    This holds if the text and the description of the solution share a word that is not in EMPTY.
+    The text and the description of the solution must share a word that is not in EMPTY. Words are
+    compared by their stems.
 
     Args:
         text: The text of a task.
@@ -37,9 +38,10 @@ def asks(text: str, about: str) -> bool:
 def stems(text: str) -> set[str]:
     """Returns the set of word stems in a text.
 
-    A stem is the first five letters of a word in lower case, after removing an s at its end. Words
-    with different endings, such as "orders" and "ordered", thus have the same stem. A name such as
-    `getUserName` is split into the words get, user and name.
+    To get its stem, a word is converted to lower case, the letter s is removed from its end, and
+    the word is cut to five letters. Words with different endings, such as "orders" and "ordered",
+    therefore have the same stem. A name such as `getUserName` is split into the words get, user and
+    name.
     """
     words = re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).lower())
     return {word.rstrip("s")[:5] for word in words}
@@ -48,8 +50,8 @@ def stems(text: str) -> set[str]:
 def tokens(text: str) -> set[str]:
     """Returns the set of words and numbers in a text.
 
-    Month names and the number words from zero to twelve are also added as numbers: "march" adds
-    "3", and "two" adds "2".
+    For a month name or a number word from zero to twelve, the set also contains the number. For
+    example, "march" adds "3", and "two" adds "2".
     """
     text = re.sub(r"\\[nrt]", " ", re.sub(r"(?<=\d),(?=\d{3})", "", text))
     words = set()
@@ -64,9 +66,9 @@ def tokens(text: str) -> set[str]:
     return words
 
 
-# A pattern for pieces of code. Its alternatives are, in this order: a code fence, a <tool_call>
-# tag, AppWorld's `apis`, the word "arguments" with a colon, a JSON key with its value, an index
-# that is a string, and a call of print.
+# This pattern matches pieces of code. Its alternatives match, in this order: a code fence, a
+# <tool_call> tag, AppWorld's `apis`, the word "arguments" with a colon, a JSON key with its value,
+# an index that is a string, and a call of print.
 CODE = (r"""```|</?tool_call>|\bapis\s*[.\[]|\barguments\W*:|["']\w+["']\s*:\s*["'\[{\d]"""
         r"""|\w\[["']|\bprint\(""")
 
@@ -76,8 +78,8 @@ def holds_code(text: str, values: list) -> bool:
 
     Args:
         text: The text of a task.
-        values: Values in the solution that the text must state, such as a file name. A value that
-            looks like code is allowed, so it is removed from the text before the check.
+        values: The values in the solution that the text must contain, such as a file name. If a
+            value looks like code, the value is removed from the text before the check.
     """
     for value in values:
         for written in (str(value), json.dumps(value, ensure_ascii=False)):
@@ -92,26 +94,27 @@ def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
     Args:
         text: The text of a task.
         name: The name of the function.
-        document: The description of the function. If the description uses the name as an ordinary
-            word, as with "copy", a user may do so as well. The word alone is then allowed.
+        document: The description of the function. If the name is a single word, such as "copy", and
+            the description contains this word, the text may use it as an ordinary word. Even "copy
+            a.txt" then does not count as a call.
         arguments: The arguments of the call.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).split("_")
     name = re.escape(name)
     forms = [rf"[`'\"]{name}[`'\"]", rf"\b{name}[(\[{{<>=|&]"]
     forms += [rf"\b{re.escape(argument)}=\S" for argument in arguments]
-    if len(parts) > 1:  # a user would not write a name of several parts, such as get_user_name
+    if len(parts) > 1:  # users do not write names of several parts, such as get_user_name
         forms.append(rf"\b{'[_-]?'.join(map(re.escape, parts))}\b")
     elif not re.search(rf"\b{name}\b", document, re.I):
-        # The name followed by an argument, as in a shell command
+        # Also match the name if an argument follows it, as in a shell command.
         first = "|".join(re.escape(str(value)) for value in (*arguments, *leaves(arguments)))
         forms.append(rf"\b{name}\b\W*(?:{first})(?!\w)")
     return bool(re.search("|".join(forms), text, re.I))
 
 
 def with_pairs(names: list[str]) -> set[str]:
-    """Returns the set of all names and of all pairs of consecutive names. A pair of the names a and
-    b is the string "a, b"."""
+    """Returns a set of all names and all pairs of consecutive names. A pair is a string such as
+    "a, b" for the names a and b."""
     return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
 
 

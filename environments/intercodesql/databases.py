@@ -1,14 +1,14 @@
-"""The databases of InterCodeSQL, with the checks and limits that keep model-written SQL harmless.
+"""Defines the databases of InterCodeSQL, and checks and limits the SQL queries of a model.
 
 `Sqlite` is a database in the memory of this process. `MySQL` is a database on a MySQL or MariaDB
 server. Both classes have these methods:
 
-    run(sql)      runs a query of an agent, after a check of the query's text
-    execute(sql)  runs a gold query, without that check
+    run(sql)      checks the text of an agent's query, and runs the query
+    execute(sql)  runs a gold query without checking its text
 
 Both methods return a list of row tuples, None if the query has no result set, or an error text that
-starts with ERROR. A query can only read data. It must be a single statement, and both its time and
-the size of its result are limited.
+starts with ERROR. A query can only read data, and must be a single statement. The time of a query
+and the size of its result are limited.
 """
 
 import calendar
@@ -27,21 +27,22 @@ from envs import EnvError
 ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # maximum size of a query's result
 SECONDS = 2  # time limit of a query: CPU time for sqlite, wall-clock time for a server
-# Maximum number of steps that sqlite's virtual machine executes for a query. Unlike the time limit,
-# this limit gives the same result on every machine.
+# Maximum number of steps that sqlite's virtual machine executes for a query. In contrast to the
+# time limit, this limit gives the same result on every machine.
 VM_STEPS = 10_000_000
 CHECK_STEPS = 1_000  # sqlite's time limit and step limit are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
-# The start of the error text if sqlite's authorizer or the privileges on a server reject a query
+# The error text starts with this string if sqlite's authorizer or the privileges on a server reject
+# a query.
 DENIED = ERROR + "SELECT command denied to user"
 REMEDY = "python -m environments.intercodesql.spider makes users that can only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
 INSTALL = f"{sys.executable} -m pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
-# Matches string literals, names in backticks and comments. It does not match comments such as
-# /*! ... */, because MySQL executes the code in them.
+# This pattern matches string literals, names in backticks, and comments. It does not match comments
+# such as /*! ... */, because MySQL executes the code in these comments.
 _BESIDE_CODE = re.compile(r"""
     (?P<text>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*")
   | `(?P<name>[^`]*)`
@@ -50,8 +51,8 @@ _BESIDE_CODE = re.compile(r"""
 _READS = re.compile(
     r"[\s(]*(?:select|with|desc|describe|explain|show\s+(?:full\s+)?(?:tables|columns|fields|index|"
     r"indexes|keys|databases|create\s+table))\b", re.I)
-# Code that is rejected although a server lets a read-only user run it. It can wait, take locks,
-# remove the time limit, or show the queries of other users.
+# This pattern matches code that we reject, although a server lets a read-only user run it. Such
+# code can wait, acquire locks, remove the time limit, or show the queries of other users.
 _FORBIDDEN = re.compile(
     r"/\*|@@|\binto\s+(?:outfile|dumpfile)\b|\bfor\s+(?:update|share)\b|\block\s+in\s+share\b|"
     r"\b(?:information_schema|performance_schema)\s*\.|"
@@ -60,7 +61,7 @@ _FORBIDDEN = re.compile(
 
 
 def code_of(sql: str) -> str:
-    """Returns a query without comments and backticks, and with '' for every string literal."""
+    """Returns a query without comments and backticks. Every string literal is replaced with ''."""
     def code(match):
         if match["name"] is not None:
             return match["name"] if match["name"].isidentifier() else "name"
@@ -81,10 +82,11 @@ def read_only_error(sql: str) -> str | None:
 def refusal(sql: str) -> str | None:
     """Returns None if an agent's query can be sent to a server, and otherwise an error text.
 
-    This check is the first line of defence. A harmful query that it misses is stopped by the
-    privileges and limits on the server.
+    If this check does not detect a harmful query, the privileges and limits on the server stop the
+    query.
     """
-    if error := read_only_error(sql):  # also limits the length of the text for the search below
+    # `read_only_error` also rejects long texts, so the regex search below is fast.
+    if error := read_only_error(sql):
         return error
     match = _FORBIDDEN.search(code_of(sql))
     return match and f"{ERROR}{match[0]!r} is not allowed"
@@ -110,8 +112,8 @@ def _number(value) -> float:
 def _length(text: str, count) -> int:
     """Returns the number of characters that LEFT(text, count) and RIGHT(text, count) return.
 
-    This is `count` as an integer between 0 and the length of `text`. If `count` is a number, it is
-    rounded. If it is a text such as "2.7", its fraction is dropped.
+    This number is `count` as an integer between 0 and the length of `text`. If `count` is a number,
+    the function rounds it. If `count` is a text such as "2.7", the function drops the fraction.
     """
     half = 0.5 if isinstance(count, (int, float)) else 0
     return int(min(max(_number(count), 0), len(text)) + half)
@@ -137,7 +139,8 @@ def _concat_ws(between, first, *more):
 def _extreme(choose):
     """Returns MySQL's function GREATEST if `choose` is max, or LEAST if `choose` is min.
 
-    The arguments are compared as numbers if all of them are numbers, and otherwise as texts.
+    The function compares its arguments as numbers if all of them are numbers, and otherwise as
+    texts.
     """
     def function(first, second, *more):
         values = [first, second, *more]
@@ -157,7 +160,7 @@ def _part_of_date(part: int):
     The function returns NULL if its argument is not a date.
     """
     def function(value):
-        if isinstance(value, (int, float)):  # a number stands for YYMMDD or YYYYMMDD
+        if isinstance(value, (int, float)):  # the digits are YYMMDD or YYYYMMDD
             if not (value == 0 or 101 <= value < 10 ** 14):
                 return None
             value = f"{int(value):0{6 if 0 < value < 10 ** 6 else 8}}"
@@ -200,8 +203,9 @@ def _at_today(name: str, before: int):
     return function
 
 
-# SQL functions that are defined here because sqlite lacks them or because sqlite's versions read
-# the clock. Maps each name to (number of arguments, function); -1 allows any number of arguments.
+# SQL functions that we implement, because sqlite does not have them, or because sqlite's own
+# implementation reads the clock. This dict maps the name of each function to (number of arguments,
+# implementation). The number -1 allows any number of arguments.
 FUNCTIONS = {
     "concat": (-1, _or_null(_concat)),
     "concat_ws": (-1, _concat_ws),
@@ -217,8 +221,8 @@ FUNCTIONS = {
     **{name: (-1, _at_today(name, 0)) for name in ("date", "time", "datetime", "julianday")},
     "strftime": (-1, _at_today("strftime", 1)),
 }
-# All functions that a query may call: FUNCTIONS, and the functions of sqlite that cannot read files
-# or create long texts
+# A query may only call these functions: FUNCTIONS, and the functions of sqlite that cannot read
+# files or create long texts.
 ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "abs avg ceil ceiling coalesce count cume_dist dense_rank first_value floor "
     "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
@@ -229,14 +233,14 @@ ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
 class Sqlite:
     """An sqlite database in memory.
 
-    Queries can only read its tables and call ALLOWED_FUNCTIONS.
+    Queries can only read the tables of the database, and call ALLOWED_FUNCTIONS.
 
     Args:
         name: Name of the database.
-        script: SQL script that creates its tables and inserts the rows.
+        script: SQL script that creates the tables and inserts the rows.
 
     Raises:
-        UsageError: sqlite cannot run the script.
+        UsageError: If sqlite cannot run the script.
     """
 
     def __init__(self, name: str, script: str):
@@ -251,7 +255,7 @@ class Sqlite:
             raise UsageError(f"--intercode-data: sqlite cannot read database {name} of the dump: "
                              f"{error}; load it into a server and give --mysql-url") from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
-                               "PRAGMA hard_heap_limit = 500000000;")  # bytes, for all of sqlite
+                               "PRAGMA hard_heap_limit = 500000000;")  # in bytes, for all databases
         if hasattr(self._db, "setlimit"):  # added in Python 3.11
             self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000)
         self._tables = sorted(self._db.execute(
@@ -309,10 +313,10 @@ class Sqlite:
                 self._db.execute(f'PRAGMA table_info("{table}")')]
 
     def _error(self, message: str, sql: str) -> str:
-        """Returns the error text that MySQL would show for an error of sqlite.
+        """Converts an error message of sqlite to MySQL's error text, and returns this text.
 
-        The tiny model was trained on MySQL's error texts. If _AS_MYSQL has no text for the error,
-        sqlite's own text is returned.
+        The conversion is needed because the tiny model was trained on MySQL's error texts. If
+        _AS_MYSQL has no text for the error, the method returns sqlite's message.
         """
         for pattern, text in _AS_MYSQL:
             if match := re.fullmatch(pattern, message, re.S):
@@ -326,7 +330,7 @@ class Sqlite:
 def _clause_of(name: str, sql: str) -> str:
     """Returns the clause in which a column's name first occurs in a query, such as "where clause".
 
-    MySQL's error texts name this clause.
+    MySQL's error texts contain the name of this clause.
     """
     clause = "field list"
     for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
@@ -337,7 +341,7 @@ def _clause_of(name: str, sql: str) -> str:
     return clause
 
 
-# (pattern of sqlite's error message, MySQL's message)
+# Each item is (pattern of sqlite's error message, MySQL's message for the same error).
 _AS_MYSQL = [
     (r"no such table: (.*)", "Table '{database}.{name}' doesn't exist"),
     (r"no such column: (.*)", "Unknown column '{name}' in '{clause}'"),
@@ -356,9 +360,10 @@ _SHOW_TABLES = re.compile(r"\s*show\s+tables[\s;]*", re.I)
 _DESCRIBE = re.compile(
     r"\s*(?:desc|describe|explain|show\s+columns\s+(?:from|in))\s+(\w+)[\s;]*", re.I)
 
-# Matches the parts of a query that `in_sqlite` looks at. Group 1 is a string literal, a quoted name
-# or a comment, which stays as it is. Group 2 is the function LEFT or RIGHT, whose name is also a
-# keyword of joins in sqlite. Without a group, the match is a division sign.
+# This pattern matches the parts of a query that `in_sqlite` checks. If group 1 matches, the part is
+# a string literal, a quoted name or a comment, and `in_sqlite` does not change it. If group 2
+# matches, the part is the function name LEFT or RIGHT, which is also a keyword of joins in sqlite.
+# If neither group matches, the part is a division sign.
 _SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
                      r"\b(left|right)(?=\s*\()", re.I | re.S)
 
@@ -366,8 +371,9 @@ _SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)
 def in_sqlite(sql: str) -> str:
     """Translates a MySQL query for sqlite.
 
-    Divisions of integers return a fraction in MySQL, but an integer in sqlite, so "a / b" becomes
-    "a * 1.0 / b". The functions LEFT and RIGHT are quoted.
+    A division of integers returns a fraction in MySQL, but an integer in sqlite, so "a / b" becomes
+    "a * 1.0 / b". The function names LEFT and RIGHT are put in double quotes, because they are also
+    keywords in sqlite.
     """
     def replacement(match):
         if match[2]:
@@ -380,17 +386,17 @@ _TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", r
 
 
 def _without_case(script: str) -> str:
-    """Adds COLLATE NOCASE to the text columns of a script, because MySQL compares texts without
-    regard to case."""
+    """Adds COLLATE NOCASE to the text columns of a script, because MySQL ignores case when it
+    compares texts."""
     def table(match):
         return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", match[0])
     return re.sub(r"CREATE TABLE [^;]*", table, script, flags=re.I)
 
 
 def _fetch(cursor) -> list[tuple] | str:
-    """Fetches all rows of a cursor one by one, and returns them.
+    """Fetches all rows of a cursor one by one, and returns the rows.
 
-    Returns the error text TOO_LARGE if they exceed MAX_ROWS or MAX_CHARACTERS.
+    Returns the error text TOO_LARGE if the rows exceed MAX_ROWS or MAX_CHARACTERS.
     """
     rows, characters = [], 0
     while row := cursor.fetchone():
@@ -404,22 +410,22 @@ def _fetch(cursor) -> list[tuple] | str:
 class MySQL:
     """A database on a MySQL or MariaDB server.
 
-    Each object opens its own connection, as the user that `load_intercode` made for the database.
-    The server stops a query after SECONDS. If the server fails to stop the query, the client's read
-    timeout closes the connection 3 seconds later.
+    Each object opens its own connection, and logs in as the user that `load_intercode` created for
+    the database. The server stops a query after SECONDS seconds. If the server fails to stop the
+    query, the client's read timeout closes the connection 3 seconds later.
 
     Args:
         name: Name of the database.
         url: Address of the server, mysql://user@host:port.
 
     Raises:
-        UsageError: The user has no permission to read the database.
-        EnvError: The connection to the server failed or was lost.
+        UsageError: If the user has no permission to read the database.
+        EnvError: If the connection to the server failed or was lost.
     """
-    TIMED_OUT = {1969, 3024}  # error codes if a query exceeds the time limit
-    DENIED = {1044, 1045, 1049, 1698}  # error codes if the login or the database is denied
-    # Error codes of a lost connection: the server has too many connections, shuts down, cannot
-    # reach the client, or has killed the query or the connection.
+    TIMED_OUT = {1969, 3024}  # error codes for a query that exceeds the time limit
+    DENIED = {1044, 1045, 1049, 1698}  # error codes for a denied login or database
+    # Error codes for a lost connection. The possible causes are that the server has too many
+    # connections, shuts down, cannot reach the client, or has killed the query or the connection.
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
@@ -434,7 +440,9 @@ class MySQL:
 
     def close(self):
         connection, self._connection = self._connection, None
-        if connection and connection._result:  # keep PyMySQL from fetching the remaining rows
+        # If a result is still open, PyMySQL fetches the remaining rows before it closes the
+        # connection. The line below the condition prevents this.
+        if connection and connection._result:
             connection._result.unbuffered_active = False
         if connection and connection.open:
             connection.close()
@@ -458,19 +466,20 @@ class MySQL:
             if code in self.TIMED_OUT:
                 return INTERRUPTED
             if (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
-                    and code not in self.LOST):  # an error in the query, not in the connection
+                    and code not in self.LOST):  # an error of the query, not of the connection
                 return f"{ERROR}{text}"
             raise
         except ValueError as error:  # the query or its result is not valid UTF-8
             answer = f"{ERROR}{error}"
-        cursor.close()  # fetches the remaining rows; the server's time limit also applies to this
+        # `cursor.close` fetches the remaining rows. The server's time limit also applies to them.
+        cursor.close()
         return answer
 
     def _checked(self, action):
         """Calls `action` and returns its result.
 
-        If the server or the connection fails, this closes the connection. It then raises UsageError
-        if the user lacks a privilege, and otherwise EnvError.
+        If the server or the connection fails, the method closes the connection. It then raises
+        UsageError if the user lacks a privilege, and otherwise EnvError.
         """
         where = f"{server_of(self._url)}, database {self.name}"
         try:
@@ -487,7 +496,8 @@ class MySQL:
 def driver():
     """Imports PyMySQL and returns the module.
 
-    It is imported here because only --mysql-url needs it. Raises UsageError if it is not installed.
+    PyMySQL is not imported when this file is loaded, because only --mysql-url needs it. Raises
+    UsageError if PyMySQL is not installed.
     """
     try:
         import pymysql
@@ -501,14 +511,15 @@ def connect(url: str, **options):
 
     Args:
         url: Address of the server, mysql://user@host:port.
-        options: Arguments of pymysql.connect. They replace the defaults below, such as the password
+        options: Arguments of pymysql.connect. They replace the default values, such as the password
             from the environment variable MYSQL_PWD.
     """
     parts, pymysql = urlsplit(url), driver()
     try:
-        # The read timeout is 3 seconds longer than the time limit of a query. If it expires, the
-        # server is lost. TLS is disabled for a server on the same machine, because there it
-        # protects nothing and costs 20 ms per episode.
+        # The read timeout is 3 seconds longer than the server's time limit for a query. A server
+        # that works therefore responds before the read timeout expires.
+        # TLS is disabled for a server on the same machine. Such a connection needs no encryption,
+        # and TLS costs 20 ms per episode.
         return pymysql.connect(**{**dict(
             host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
             password=os.environ.get("MYSQL_PWD", ""), charset="utf8mb4", autocommit=True,
@@ -517,12 +528,14 @@ def connect(url: str, **options):
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
     except (IndexError, AssertionError, struct.error):  # the server did not send a MySQL handshake
         raise pymysql.err.OperationalError(2013, "the answer is not MySQL's") from None
-    except RuntimeError as error:  # PyMySQL lacks the extra "rsa", which MySQL 8's passwords need
+    # PyMySQL needs the package that its extra "rsa" installs, because MySQL 8 encrypts the password
+    # with RSA. If this package is not installed, PyMySQL raises RuntimeError.
+    except RuntimeError as error:
         raise UsageError(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def server_of(url: str) -> str:
-    """Returns mysql://host:port, the server's address without the user. It is used in messages."""
+    """Returns the server's address without the user, mysql://host:port, for use in messages."""
     parts = urlsplit(url)
     return f"mysql://{parts.hostname}:{parts.port or 3306}"
 
@@ -530,8 +543,8 @@ def server_of(url: str) -> str:
 def database_user(url: str, database: str) -> str:
     """Returns the name of the user that can read only `database`.
 
-    A user name of MySQL has at most 32 characters, so the name ends with a hash of the database's
-    name.
+    A user name of MySQL has at most 32 characters. The name therefore ends with a hash of the
+    database's name, instead of this name itself.
     """
     name = unquote(urlsplit(url).username)[:21]
     return f"{name}_{hashlib.sha256(database.lower().encode()).hexdigest()[:10]}"

@@ -47,22 +47,23 @@ turns; without a submission the answer counts as wrong."""
 class InterCodeSQL(Environment):
     """The environment InterCodeSQL. Each task is a question about a database.
 
-    The agent explores the database with SQL queries. Then it submits the result of its last query
-    as its answer.
+    The agent explores the database with SQL queries, and submits the result of its last query as
+    the answer.
 
     A task is a dict with `query` (the question in words), `gold` (the gold query in SQL) and `db`
     (the name of the database).
 
     Args:
-        view: "full", or "short" for a very small model. In the short view, a reply is only a query
-            or the word "submit". Results are shown without brackets and with at most SHORT_ROWS
-            rows, and DESC shows only the names of the columns.
+        view: "full", or "short" for a very small model. In the short view, a reply consists of a
+            query or the word "submit". Results are shown without brackets and with at most
+            SHORT_ROWS rows. DESC shows only the names of the columns.
         intercode_data: Path of the folder with InterCode's data, or None for generated databases.
         mysql_url: Address of the server with InterCode's databases, or None to use sqlite.
     """
     name = "intercodesql"
     max_turns = 10
-    error_end = ""  # appended to most error texts; eto_protocol.py sets "\n", as in IPR's code
+    # This string is appended to most error texts. It is "\n" with --protocol eto, as in IPR's code.
+    error_end = ""
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -79,7 +80,9 @@ class InterCodeSQL(Environment):
         self._db = None
 
     def task_generator(self):
-        if not self.data.tables:  # InterCode's databases, for which questions cannot be generated
+        # New questions can only be generated for the generated databases, because InterCode's data
+        # does not contain the `tables` that the generator needs.
+        if not self.data.tables:
             return super().task_generator()
         return import_module("environments.intercodesql.tasks").TaskGenerator(self)
 
@@ -87,18 +90,18 @@ class InterCodeSQL(Environment):
         """Begins an episode and returns the question in words.
 
         Args:
-            question: The task. It need not be in a split.
-            script: SQL script that creates the database for this episode. If it is None, the
-                database named `question["db"]` is used.
+            question: The task. A task that is not in any split is also allowed.
+            script: SQL script that creates the database for this episode. If `script` is None, the
+                episode uses the database named `question["db"]`.
         """
         self.close()
         self._db = self.database(question["db"], script)
         self._question = question
-        self.last_answer = None  # the result of the last query, which "submit" submits
+        self.last_answer = None  # result of the last query; the action "submit" submits it
         return question["query"]
 
     def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
-        """Opens the database called `name`.
+        """Opens the database called `name`, and returns it.
 
         With sqlite, `script` replaces the SQL script that creates this database.
         """
@@ -142,11 +145,12 @@ class InterCodeSQL(Environment):
 def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
     """Runs the gold query of a question and returns its rows.
 
-    If the gold query is invalid, prints a warning and returns [], as InterCode's code does.
+    If the gold query is invalid, the function prints a warning and returns [], because InterCode's
+    code also treats the result as empty.
 
     Raises:
-        EnvError: The query failed only because of a limit or a missing privilege, so its correct
-            result is unknown.
+        EnvError: If the query exceeded a limit or lacked a privilege. Its correct result is then
+            unknown.
     """
     gold = database.execute(question["gold"])
     if isinstance(gold, list):
@@ -172,7 +176,8 @@ def in_full(answer) -> str:
 def in_short(answer, sql: str) -> str:
     """Formats the result of a query for the short view.
 
-    The text has no brackets and at most SHORT_ROWS rows. For DESC it has only the column names.
+    The text has no brackets and at most SHORT_ROWS rows. For DESC, the text contains only the names
+    of the columns.
     """
     if not isinstance(answer, list):
         return in_full(answer)
@@ -196,11 +201,11 @@ def _rounded(value) -> str:
 def parse_sql_reply(reply: str) -> str | None:
     """Parses the action of a reply, as InterCode does for its ReAct agents.
 
-    Only the text after the first "Action:" counts. If it contains the word "submit", the action is
-    "submit". Otherwise, the action is the first line of the first ```sql block.
+    Only the text after the first "Action:" counts. If this text contains the word "submit", the
+    action is "submit". Otherwise, the action is the first line of the first ```sql block.
 
     Returns:
-        The action, or None if the text contains neither.
+        The action, or None if the text contains neither "submit" nor a query in an ```sql block.
     """
     action = reply.partition("Action:")[2]
     if "submit" in action:
@@ -210,16 +215,16 @@ def parse_sql_reply(reply: str) -> str | None:
 
 
 def sql_reward(agent_rows, gold_rows) -> float:
-    """Returns InterCode's reward for a submitted result, in [-1, 1]. It is
+    """Returns InterCode's reward for a submitted result, in [-1, 1]. The reward is
 
         round(tau * |common| / |union|, 2)
 
     |common| and |union| are the sizes of the intersection and the union of two multisets: the
     agent's rows and the gold rows. Rows are compared as text, so 1 and 1.0 differ.
 
-    tau is Kendall's tau-b. It compares the order of the common rows in the agent's result with
-    their order in the gold result. tau is undefined if there are fewer than two distinct common
-    rows. In this case the reward is |common| / |union|.
+    tau is Kendall's tau-b between the order of the common rows in the agent's result and their
+    order in the gold result. tau is undefined if there are fewer than two distinct common rows. In
+    this case the reward is |common| / |union|.
 
     The reward is 1 if both lists are empty, and 0 if one of the arguments is not a list.
 
@@ -243,7 +248,7 @@ def sql_reward(agent_rows, gold_rows) -> float:
 def _first_of(common: Counter, rows: list[str]) -> list[str]:
     """Returns the rows that are in `common`, in their order in `rows`.
 
-    If `common` counts a row n times, only the first n occurrences of that row are returned.
+    If the count of a row in `common` is n, only the first n occurrences of the row are returned.
     """
     seen = Counter()
     return [row for row in rows if seen.update([row]) or seen[row] <= common[row]]
@@ -252,16 +257,16 @@ def _first_of(common: Counter, rows: list[str]) -> list[str]:
 def kendall_tau(a: list[str], b: list[str]) -> float:
     """Returns Kendall's tau-b between two orderings of the same texts.
 
-    For n texts, it takes O(n^2) time and O(n) memory.
+    For n texts, the function needs O(n^2) time and O(n) memory.
     """
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
     concordant = 0  # number of concordant pairs minus number of discordant pairs
-    ties = 0        # number of tied pairs in x; y has equally many, as it holds the same texts
+    ties = 0        # number of tied pairs in x, and also in y, because both have the same texts
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)
         ties += int((dx == 0).sum())
     untied = np.sqrt(len(x) * (len(x) - 1) // 2 - ties)
-    # This order of operations gives bitwise the same tau as scipy. Another order could round the
-    # reward differently, if tau * share lies halfway between two multiples of 0.01.
+    # This order of operations gives bitwise the same tau as scipy. With another order, rounding to
+    # two digits can give another reward if tau * share is halfway between two multiples of 0.01.
     return float(np.clip(concordant / untied / untied, -1, 1))

@@ -15,16 +15,16 @@ DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run (o
 
 # Each database has one table of sites, such as schools, and one or two tables of people or things,
 # such as teachers. Every person or thing belongs to a site. The name of each table and column is a
-# single word, and it is unique in the database, so that a small model can copy it.
-# A concept, such as the salary, has several names. If a question says "wage" and the column is
+# single word that is unique in the database, so that a small model can copy the name.
+# A concept, such as the salary, has several names. If a question contains "wage" and the column is
 # called "pay", the agent must look up the column with DESC.
 PEOPLE = "doctor teacher driver singer farmer painter lawyer pilot nurse baker actor writer".split()
 THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".split()
 SITES = "town school museum farm harbor hotel island valley market castle station park".split()
 HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
 
-# Maps the kind of a table to (name of the label column, numeric concepts, text concepts). Each
-# concept is a list of its names.
+# This dict maps the kind of a table to (name of the label column, numeric concepts, text concepts).
+# Each concept is a list of its names.
 CONCEPTS = {
     "people": ("name", [["age", "years"], ["salary", "pay", "wage"], ["score", "points", "marks"]],
                [["country", "nation", "homeland"], ["grade", "rank", "level"]]),
@@ -35,7 +35,7 @@ CONCEPTS = {
               [["region", "zone", "district"]]),
 }
 # A text concept is a list of synonyms for a column name, such as ["country", "nation"]. This dict
-# maps the first synonym to the values that the column may have.
+# maps the first synonym of each text concept to the values that its column may have.
 VALUES = {
     "country": ["France", "Spain", "Japan", "Brazil", "Egypt", "India"],
     "grade": ["junior", "senior", "expert", "novice"],
@@ -55,7 +55,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Column:
-    concept: list[str]  # names of the column in questions; [] for a label column or a foreign key
+    # Names of the column in questions, or [] for a label column or a foreign key
+    concept: list[str]
     name: str           # name of the column in the database
     values: list        # one value per row
 
@@ -67,7 +68,8 @@ class Table:
     key: str               # name of the primary key column
     label: Column          # column with the name of each person, thing or site
     numbers: list[Column]  # numeric columns
-    texts: list[Column]    # text columns; last comes the site's key, except in the table of sites
+    # Text columns. Outside the table of sites, the last item is the foreign key to this table.
+    texts: list[Column]
 
     @property
     def columns(self) -> list[Column]:
@@ -80,13 +82,13 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class SQLData:
-    # Maps the name of each database to an SQL script that creates the database in sqlite
+    # A dict from the name of each database to the SQL script that creates the database in sqlite
     databases: dict[str, str]
-    # Maps each split to its questions, and the number of each question to a dict with `query` (in
-    # words), `gold` (SQL) and `db` (name of the database)
+    # A dict {split: {number of a question: question}}. A question is a dict with `query` (the
+    # question in words), `gold` (the gold query in SQL) and `db` (the name of the database).
     questions: dict[str, dict[str, dict]]
-    # Maps the name of each database to its tables, with the table of sites first. It is None for
-    # databases that were not generated.
+    # A dict from the name of each database to its tables, with the table of sites first. `tables`
+    # is None for InterCode's databases.
     tables: dict[str, list[Table]] | None = None
 
 
@@ -95,7 +97,7 @@ def draw_database(rng: random.Random, nouns: set) -> list[Table]:
 
     Args:
         rng: Random number generator.
-        nouns: Nouns of PEOPLE, THINGS and SITES that the tables can be named after.
+        nouns: Nouns from PEOPLE, THINGS and SITES. Each table is named after one of them.
     """
     style = rng.choice(["{}", "{}s", "{}_info"])
     people, things = ([n for n in pool if n in nouns] for pool in (PEOPLE, THINGS))
@@ -122,7 +124,7 @@ def redraw(rng: random.Random, tables: list[Table]) -> list[Table]:
     """Returns copies of the tables with new random rows.
 
     Each table gets 60 to 90 rows, so that queries with different meanings probably return different
-    rows. No two tables have the same number of rows, so their COUNT(*) differs, too.
+    rows. All tables have different numbers of rows, so a COUNT(*) also differs between tables.
     """
     counts = rng.sample(range(60, 91), len(tables))
     redrawn = []
@@ -153,8 +155,8 @@ def database_script(tables: list[Table]) -> str:
     return "".join(script)
 
 
-# Question families: (weight, question, gold query). The probability of a family is proportional to
-# its weight. The placeholders are:
+# Each question family is (weight, question, gold query). The probability of a family is
+# proportional to its weight. The placeholders are:
 #   {t}              table
 #   {n}              label column of {t}
 #   {a}, {b}         numeric columns of {t}
@@ -162,10 +164,10 @@ def database_script(tables: list[Table]) -> str:
 #   {x}, {y}, {z}    numbers
 #   {p}              table of sites; {k} is its primary key
 #   {e}              text column of {p}; {u} is a value in it
-# Families have a large weight if an almost correct query earns part of the reward.
-# Most tasks are compound or long questions, but the tiny model's pretraining text contains few of
-# these questions. The model therefore learns to combine conditions from expert trajectories and
-# from its failures.
+# A family has a large weight if an almost correct query earns part of the reward.
+# Most tasks are COMPOUND or LONG questions, but the tiny model's pretraining text contains few of
+# these questions. The model therefore has to learn them from expert trajectories and from its own
+# failures.
 def lists(weight: int, words: str, condition: str) -> tuple[int, str, str]:
     return weight, "list the {n} of {t} " + words, "SELECT {n} FROM {t} " + condition
 
@@ -207,9 +209,9 @@ COMPOUND = [
     lists(2, "in {p} with {e} {u} or {a} above {x}",
           "JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}"),
 ]
-# If a query lacks the last condition of such a question, the query usually still finds more than
-# half of the correct rows. A failure can therefore be a near miss. The tiny model's pretraining
-# text contains no long questions.
+# The long questions have three or four conditions. A query without the last condition usually still
+# finds more than half of the correct rows, and so earns a part of the reward. The tiny model's
+# pretraining text contains no long questions.
 LONG = [
     lists(1, "with {a} above {x} or {c} {v} or {v2}", "WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}"),
     lists(1, "with {a} below {x} or {c} {v} or {v2}", "WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}"),
@@ -241,8 +243,8 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float,
     v, v2 = rng.sample(VALUES[c.concept[0]], 2)
     parts = dict(n=table.label.name, v=f"'{v}'", v2=f"'{v2}'", u=f"'{rng.choice(e.values)}'",
                  x=rng.randint(20, 80), y=rng.randint(20, 80), z=rng.randint(2, 5), k=site.key)
-    # A question uses the column's name in the database with a probability of about two thirds, and
-    # otherwise another name of its concept.
+    # The question contains the database's name of the column with a probability of at least two
+    # thirds, and otherwise another name of the same concept.
     names = {hole: rng.choice((*column.concept, *[column.name] * 3))
              for hole, column in zip("abce", (a, b, c, e))}
     return dict(query=query.format(**parts, **names, t=table.noun, p=site.noun),
@@ -255,8 +257,8 @@ def sql_data() -> SQLData:
     """Generates the data: 360 databases with 5 questions each.
 
     Each database belongs to a single split, so the databases of `test` are not in `train`. The
-    tables in `unseen` are named after nouns that no training task contains. All gold queries pass
-    `worth_asking`.
+    tables in `unseen` are named after nouns that no training task contains. The function
+    `worth_asking` returns True for all gold queries.
     """
     rng = random.Random(DATA_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
@@ -286,14 +288,15 @@ def sql_data() -> SQLData:
 
 
 def numbered(questions: list[dict]) -> dict[str, dict]:
-    """Returns a dict that maps "0", "1", ... to the questions, in order."""
+    """Returns a dict that maps the keys "0", "1", ... to the questions, in order."""
     return {str(n): question for n, question in enumerate(questions)}
 
 
 def schema_key(script: str) -> frozenset:
     """Returns a key of the schema that a script creates. Equal schemas have equal keys.
 
-    The key holds the words of each CREATE TABLE line, which are names and types, without order.
+    The key contains one set for each CREATE TABLE line. The set contains all words of the line. The
+    words are the names and types of the columns, the name of the table, and SQL keywords.
     """
     return frozenset(frozenset(re.findall(r"\w+", line))
                      for line in re.findall(r"CREATE TABLE .*", script))
@@ -303,9 +306,9 @@ def worth_asking(run, gold: str) -> bool:
     """Returns True if a gold query is suitable for a question.
 
     The result must have at least one row and at most 300 characters as text, and its first value
-    must not be NULL. If the query has a WHERE clause, the query is also run without the clause.
-    The two results must differ. If the gold query returns several rows, their number must be at
-    most 70% of the number of rows without the clause.
+    must not be NULL. If the query has a WHERE clause, the query is also run without the clause. The
+    two results must differ. If the gold query returns several rows, it may return at most 70% as
+    many rows as the query without the clause.
 
     Args:
         run: Function that runs a query and returns its rows.
@@ -338,7 +341,9 @@ def sql_expert(gold: str, thoughts: bool):
         thoughts: True for the full view, in which a reply has the form "Thought: ... Action: ...".
             False for the short view, in which a reply is only the action.
     """
-    needed = tables_of(gold)[:7]  # with three other actions, this is the limit of 10 turns
+    # The expert describes at most 7 tables. An episode has 10 turns, and the expert needs three of
+    # them for SHOW TABLES, the gold query and the submission.
+    needed = tables_of(gold)[:7]
     turns = [("I should see which tables there are.", "SHOW TABLES")]
     for table in needed:
         turns.append((f"I need to know the columns of {table}.", f"DESC {table}"))

@@ -1,7 +1,7 @@
 """Loads InterCode's databases into a MySQL server.
 
-InterCode's questions and databases come from the data set Spider. This module also reads the
-questions, and converts the databases to sqlite. The command is
+InterCode's questions and databases are from the data set Spider. This module also reads the
+questions, and converts the databases to sqlite. The following command loads the databases:
 
     python -m environments.intercodesql.spider DUMP --admin-url URL --mysql-url URL
 """
@@ -22,12 +22,12 @@ from envs import EnvError
 
 @lru_cache(maxsize=2)
 def spider_data(folder: str) -> SQLData:
-    """Reads InterCode's or IPR's questions from a folder, and the dump of the databases if there is
-    one.
+    """Reads InterCode's or IPR's questions from a folder. If the folder also contains the dump of
+    the databases, reads the dump, too.
 
-    InterCode's questions have no splits, so they are split here by database. Of every five
-    databases, in alphabetical order, the fourth is for validation, the fifth for testing, and the
-    others are for training. IPR's questions come with splits.
+    IPR's questions are published with splits. InterCode's questions have no splits, so this
+    function splits them by database. Of every five databases, in alphabetical order, the fourth is
+    for validation, the fifth for testing, and the others are for training.
     """
     where, questions, scripts = Path(folder), {}, {}
     with reading(f"--intercode-data {folder}", "InterCode's or IPR's: JSON lists of records with "
@@ -50,15 +50,17 @@ def spider_data(folder: str) -> SQLData:
 def _records(path: Path) -> list[dict]:
     records = []
     for record in read_json(path):
-        # InterCode has the database's name in record["db"]; IPR has it in record["extra"]["db"].
+        # The name of the database is record["db"] in InterCode's files. In IPR's files, the name is
+        # record["extra"]["db"].
         db = record["db"] if "db" in record else record["extra"]["db"]
         records.append(dict(query=text_in(record["query"]), db=text_in(db),
                             gold=" ".join(text_in(record["gold"]).split())))
     return records
 
 
-# Parts of a CREATE TABLE statement that sqlite does not accept: AUTO_INCREMENT, CHARACTER SET and
-# COLLATE, and the length of a prefix in a key, such as (20) in `name`(20)
+# This pattern matches the parts of a CREATE TABLE statement that sqlite does not accept. These are
+# AUTO_INCREMENT, CHARACTER SET, COLLATE, and the length of a prefix in a key, such as (20) in
+# `name`(20).
 _MYSQL_SYNTAX = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
 
 
@@ -80,7 +82,7 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
             lines = [_MYSQL_SYNTAX.sub("", line).rstrip(",")
                      for line in lines if not re.match(r"\s*(UNIQUE |FULLTEXT )?KEY ", line)]
             statement = head + "\n" + ",\n".join(lines) + "\n);"
-        else:  # an INSERT: sqlite has no backslash escapes, so 'it\'s' becomes 'it''s'
+        else:  # in an INSERT, 'it\'s' becomes 'it''s', as sqlite has no backslash escapes
             escapes = {"n": "\n", "r": "\r", "t": "\t", "0": "", "'": "''"}
             statement = re.sub(r"\\(.)", lambda m: escapes.get(m[1], m[1]), statement, flags=re.S)
         scripts[name] += statement + "\n"
@@ -90,16 +92,17 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump into a server, and creates a user for each database.
 
-    Each user can only read its own database. Tables on the server are replaced if the dump has
-    tables of the same names. The dump's CREATE USER statement is skipped, because it would create a
-    user "admin" with the password "admin" and all privileges.
+    Each user can only read its own database. If the server already has a table with the name of a
+    table in the dump, the table is replaced. The function skips the dump's CREATE USER statement,
+    because this statement creates a user "admin" with the password "admin" and all privileges.
 
     Args:
         dump: Path of the dump.
-        admin_url: mysql://user@host:port of a user that can create databases and users. The
-            password of this user is in the environment variable MYSQL_ADMIN_PWD.
-        mysql_url: mysql://user@host:port. The names of the new users begin with this user name. All
-            new users have the password in the environment variable MYSQL_PWD.
+        admin_url: The address mysql://user@host:port, with a user that can create databases and
+            users. The environment variable MYSQL_ADMIN_PWD contains the password of this user.
+        mysql_url: The address mysql://user@host:port. The names of the new users begin with the
+            user name in this address. All new users get the password in the environment variable
+            MYSQL_PWD.
 
     Returns:
         The names of the databases.
@@ -113,13 +116,14 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     try:
         with databases.connect(admin_url, password=os.environ.get("MYSQL_ADMIN_PWD", ""),
                                client_flag=1 << 16, read_timeout=600) as server, \
-                server.cursor() as cursor:  # the flag is MULTI_STATEMENTS
+                server.cursor() as cursor:  # client flag 1 << 16 is MULTI_STATEMENTS
             cursor.execute("SELECT @@lower_case_table_names")
             if cursor.fetchone() == (0,):
                 raise EnvError(f"{where}: table names are case-sensitive, so 169 gold queries "
                                "would fail; set up a new server with --lower-case-table-names=1 "
                                "from its first start")
-            # The dump disables foreign key checks, too, but not for each of its databases.
+            # Disable foreign key checks for all databases. The dump itself disables these checks
+            # only for some of its databases.
             cursor.execute(f"SET foreign_key_checks = 0;\n{text}")
             while cursor.nextset():
                 pass

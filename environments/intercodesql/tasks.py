@@ -1,7 +1,7 @@
 """Makes new questions about the generated databases from the queries of an episode.
 
-If a query has the form of a question family in questions.py, the question in words is generated
-from this family. Otherwise, an explorer model has to write the question.
+The file questions.py defines question families. If a query matches a family, the question in words
+is generated from this family. Otherwise, an explorer model has to write the question.
 """
 
 import random
@@ -15,21 +15,23 @@ from environments.intercodesql import questions
 from environments.intercodesql.databases import ERROR, Sqlite, code_of
 from environments.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
-# Number of copies of a database with new random rows. Two queries are compared on all copies
-# (our choice).
+# Number of copies of a database with new random rows. Two queries count as equivalent if their
+# results are equal on the database and on all copies (our choice).
 COPIES = 4
-# Words in a query that make its result nondeterministic
+# A query with one of these words may return another result when it is run again.
 VARYING = set("now date time datetime julianday strftime unixepoch timediff current_date "
               "current_time current_timestamp random randomblob".split())
-# Maps each placeholder of a gold query to the pattern of the text that may replace it
+# This dict maps each placeholder of a gold query to the pattern of its possible values.
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
 
-# Pairs of patterns: an operation in a query, and the words for this operation in a question
+# Each item is a pair of patterns. The first pattern matches an operation in a query. The second
+# pattern matches the words for this operation in a question.
 OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
               (r"\bavg\b", r"\b(average|mean)\b"), (r"\b(or|in)\b", r"\bor\b"))
 
-# Matches syntax that occurs in SQL, but not in an English sentence with "select" and "from"
+# This pattern matches syntax that occurs in SQL, but not in an English sentence with "select" and
+# "from".
 SIGNS = re.compile(r"[`*=<>]|\(.*\bfrom\b|\bfrom\s*\(|\bwhere\b.*(?:[(\"]|\s')"
                    r"|\b(?:order|group)\s+by\b|\blimit\s+\d|\bjoin\b|(?-i:SELECT\b.*\bFROM\b)",
                    re.I | re.S)
@@ -39,7 +41,7 @@ def _pattern(gold: str) -> re.Pattern:
     """Returns a pattern that matches every query of a question family.
 
     Before matching, a query must be split with `parts_of` and joined with spaces. If a placeholder
-    occurs twice in `gold`, it must stand for the same text both times.
+    occurs several times in `gold`, it must have the same value each time.
     """
     pattern = re.escape(" ".join(re.findall(r"\{\w+\}|\w+|[^\w\s]", gold)))
     for hole, kind in HOLES.items():
@@ -55,8 +57,8 @@ FAMILIES = [(words, gold, _pattern(gold)) for _, words, gold in
 def families(sql: str):
     """Yields (words, gold, texts) for each question family that matches the query.
 
-    `words` is the family's question and `gold` is its query. `texts` maps each placeholder of
-    `gold` to the text that replaces it in `sql`.
+    `words` is the question of the family, and `gold` is the gold query of the family. Both contain
+    placeholders. `texts` is a dict that maps each placeholder of `gold` to its value in `sql`.
     """
     for words, gold, pattern in FAMILIES:
         if match := pattern.fullmatch(" ".join(parts_of(sql))):
@@ -73,18 +75,18 @@ class TaskGenerator:
     Args:
         env: The environment InterCodeSQL, with generated databases.
     """
-    # Describes a task in the prompt of an explorer model
+    # This text explains in the prompt of an explorer model what a task is.
     form = ("A task is a question about this database that one SELECT answers; it names the same "
             "things, columns, values and numbers, and no others. Its actions are queries, the "
             "answer's SELECT the last of them, and then: submit")
-    # Describes the actions in that prompt. It is needed for the short view, whose prompt has no
-    # rules that list the actions.
+    # This text lists the actions in the prompt of an explorer model. The short view needs this
+    # list, because it has no rules that describe the actions.
     actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
     def __init__(self, env):
         self.env = env
-        self.questions = {}     # maps each database to its questions in all splits
-        self.evaluated = set()  # `words_of` each question that is not in the split "train"
+        self.questions = {}     # {name of a database: its questions in all splits}
+        self.evaluated = set()  # normalized questions of all splits except "train"
         for split in env.splits:
             for question in env.splits[split].values():
                 self.questions.setdefault(question["db"], []).append(question)
@@ -93,13 +95,16 @@ class TaskGenerator:
         self.training = {question["db"] for question in env.splits["train"].values()}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the `family` of each query in an episode that returned rows."""
+        """Returns the set of question families in an episode. The set contains the result of
+        `family` for each query that returned rows."""
         return {self.family(sql) for sql in self._successful(self.env.find(task)["db"], replies)}
 
     def family(self, sql: str) -> str:
-        """Returns the question of the family that matches a query, with its placeholders.
+        """Returns the question of the family that matches a query. The question contains
+        placeholders.
 
-        If no family matches, returns the query with "x" for each name and "?" for each value.
+        If no family matches, the method returns the query with "x" instead of each name, and "?"
+        instead of each value.
         """
         for words, _, _ in families(sql):
             return words
@@ -131,14 +136,15 @@ class TaskGenerator:
     def question(self, db: str, sql: str, rng: random.Random) -> tuple[str, str] | None:
         """Returns a question in words that a query answers, and the query in standard form.
 
-        The standard form has the spaces and the case of the question family that matches the query.
-        Spaces in `sql` do not matter, because some tokenizers decode MAX(age) as MAX ( age ).
-        Returns None if no family matches, or if the query does not fit the tables of the database.
+        The standard form has the spaces and the upper and lower case of the question family that
+        matches the query. Spaces in `sql` are ignored, because some tokenizers decode MAX(age) as
+        MAX ( age ). The method returns None if no family matches, or if the query does not fit the
+        tables of the database.
 
         Args:
             db: Name of the database.
             sql: The query.
-            rng: Random number generator. It chooses the names of columns in the question.
+            rng: Random number generator for the choice of the columns' names in the question.
         """
         sites, *_ = self.env.data.tables[db]
         tables = {table.name: table for table in self.env.data.tables[db]}
@@ -152,11 +158,11 @@ class TaskGenerator:
             numbers = [columns[hole] for hole in "ab" if hole in columns]
             if None in columns.values() or not all(
                     isinstance(column.values[0], int) for column in numbers):
-                continue  # a column does not exist, or is not numeric, as in AVG(name)
+                continue  # a column does not exist, or should be numeric but is not
             terms = {"t": table.noun, "p": site.noun if site else ""}
             for hole, column in sorted(columns.items()):
-                # A question uses the column's name in the database with a probability of about two
-                # thirds, and otherwise another name of its concept.
+                # The question contains the database's name of the column with a probability of at
+                # least two thirds, and otherwise another name of the same concept.
                 names = *(column.concept or [column.name]), *[column.name] * 3
                 terms[hole] = column.name if hole == "n" else rng.choice(names)
             return words.format(**parts | terms), gold.format(**parts)
@@ -184,11 +190,11 @@ class TaskGenerator:
                               gold=" ".join(answers[-1].split()).rstrip(" ;")))
 
     def agree(self, task: dict) -> bool:
-        """Returns True if the question and the gold query name the same things.
+        """Returns True if the question and the gold query mention the same parts of the database.
 
-        Both must name the same tables, columns, values, numbers and operations. There are two
-        exceptions: the query may contain a label column or LIMIT 1 that the question does not name.
-        The query must also read at least one table.
+        Both must mention the same tables, columns, values, numbers and operations. There are two
+        exceptions. The query may contain a label column or LIMIT 1 that the question does not
+        mention. The query must also read at least one table.
         """
         tables, question = self.env.data.tables[task["db"]], task["query"]
         sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)
@@ -205,12 +211,12 @@ class TaskGenerator:
         return True
 
     def key(self, task: dict) -> str:
-        """Returns a key that is the same for equivalent questions: the database's name and the
-        `effect` of the gold query."""
+        """Returns a key that is equal for equivalent questions. The key consists of the database's
+        name and the result of `effect` for the gold query."""
         return f"{task['db']}/{effect(self.env.data, task['db'], task['gold'])}"
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why a question must not become a task, or None if it can."""
+        """Returns the reason why a question must not become a task, or None if there is none."""
         if task["db"] not in self.training:
             return "a database of no training task"
         words, key = words_of(task["query"]), self.key(task)
@@ -234,9 +240,9 @@ class TaskGenerator:
     def tells(self, text: str, solution: list[str]) -> bool:
         """Returns True if the text of a question reveals a part of its solution.
 
-        The text reveals it if it contains an action of the solution that has more than one word. It
-        also does so if it contains a SELECT query. The words "select ... from" count as a query if
-        a table of the solution follows "from", or if SIGNS matches.
+        There are two such cases: the text contains an action of the solution that has more than one
+        word, or the text contains a SELECT query. The words "select ... from" count as a query if a
+        table of the solution follows "from", or if SIGNS matches.
         """
         plain = f" {_plain(text)} "
         tables = []
@@ -254,8 +260,8 @@ class TaskGenerator:
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate.
 
-        The question must `agree` with the gold query. The solution is run in two episodes. Both
-        episodes must be identical and must earn the reward 1.
+        The function `agree` must return True for the task. The solution is run in two episodes.
+        Both episodes must have the same messages and the reward 1.
 
         Returns:
             None if the candidate passes, and otherwise the reason why it does not.
@@ -289,8 +295,9 @@ class TaskGenerator:
 def effect(data: questions.SQLData, db: str, gold: str) -> str:
     """Returns a fingerprint of a query. Two queries with equal fingerprints count as equivalent.
 
-    The query is run on its database and on COPIES copies of the database with new random rows. The
-    fingerprint is a hash of all results. If the query fails, its text is returned instead.
+    The query is run on its database, and on several copies of the database with new random rows.
+    COPIES is the number of these copies. The fingerprint is a hash of all results. If the query
+    fails, the text of the query is the fingerprint.
     """
     rng, tables = random.Random(db), data.tables[db]
     scripts = [data.databases[db]]
@@ -308,17 +315,17 @@ def effect(data: questions.SQLData, db: str, gold: str) -> str:
 
 
 def named(tables: list, text: str, values: set[str]) -> set[str]:
-    """Returns the tables, columns, values and numbers that a text names.
+    """Returns the tables, columns, values and numbers that a text mentions.
 
     Args:
         tables: Tables of the database.
         text: A question or a query.
-        values: Words that count as values even if they do not occur in the tables.
+        values: Words that count as values even if the tables do not contain them.
 
     Returns:
         The names of the tables and columns in the database, the values, and the numbers as text.
     """
-    names = {}  # maps each word for a table or column to its name in the database
+    names = {}  # {word for a table or column: its name in the database}
     for table in tables:
         for word in (table.name, table.noun, table.noun[:-1]):
             names[word] = table.name

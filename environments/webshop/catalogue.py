@@ -1,12 +1,13 @@
 """Generates the products and goals of the built-in WebShop, and defines its scripted expert.
 
 The products and goals are the same in every run. Many products are nearly identical, so an agent
-has to read the pages to find the right one. There are 12 product types with 8 families each. Each
-family has its own pair of attributes, and consists of four products with the same title, the twins:
+has to read the pages to find the right product. There are 12 product types with 8 families each.
+Each family has its own pair of attributes. A family consists of four products with the same title,
+which we call twins:
 
-    a good product
+    a good product, which meets the goals of the family
     a product that costs 41 to 60 dollars more
-    a product that does not come in the colours that goals request
+    a product that is not available in the colours that goals request
     a product with both of these faults
 
 The title shows the attributes. The results page shows the title and the price. Only the item page
@@ -27,8 +28,8 @@ DATA_SEED = 20251122  # random seed of the products and goals, independent of th
 
 SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
          "windows": ["short", "regular", "tall"], "-": []}
-# A dict {product type: (department, sizes, attributes)}. The names of two types never have a word
-# in common. Otherwise a product of the wrong type would get a part of the reward.
+# A dict {product type: (department, sizes, attributes)}. The names of two types have no word in
+# common. With a common word, buying a product of the wrong type would earn a part of the reward.
 TYPES = {}
 for line in """\
 rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof
@@ -67,8 +68,8 @@ _TYPE_WORDS = {word for name in TYPES for word in name.split()}
 def type_words(name: str) -> list[str]:
     """Returns the words of a product's name that are part of the name of a product type.
 
-    The reward compares these words. The official code instead compares the nouns of the name,
-    which it finds with a part-of-speech tagger.
+    The reward compares these words. WebShop's official code compares the nouns of the names
+    instead, and finds the nouns with a part-of-speech tagger.
     """
     return [word for word in re.findall("[a-z]+", name.lower()) if word in _TYPE_WORDS]
 
@@ -77,12 +78,12 @@ def type_words(name: str) -> list[str]:
 class ShopData:
     """The products and goals of a built-in WebShop."""
     # The products. A product is a dict with the fields that `webshop_reward` needs, the fields of
-    # its family, its options, and "asin", its product number.
+    # the product's family, the options of the product, and its product number "asin".
     products: list[dict]
     # A dict {split: goals}. A goal is a dict with the fields that `webshop_reward` needs, and
     # "instruction", the text that the agent gets.
     goals: dict[str, list[dict]]
-    # For each family, a dict with the fields that its products share, as `draw_goal` needs them
+    # One dict for each family, with the fields that all products of the family share
     families: list[dict]
 
 
@@ -90,8 +91,8 @@ class ShopData:
 def shop_data() -> ShopData:
     """Generates 384 products and 1,152 goals.
 
-    One family of each type is held out. The goals of the held-out families form the split "unseen".
-    No product of a held-out family meets a goal of the other splits. Goals that differ only in the
+    One family of each type is held out. The goals of the held-out families are the split "unseen".
+    No product of a held-out family meets a goal of another split. Goals that differ only in the
     price limit are in the same split.
     """
     # 1. Generate the products.
@@ -106,15 +107,15 @@ def shop_data() -> ShopData:
             family = _family(rng, name, list(pair), colours, i == held_out)
             families.append(family)
             products += _twins(rng, family)
-    # The search ranks products with equal scores by index. We shuffle the products, so that this
-    # rank does not reveal which twin is the good one.
+    # The search ranks products with equal scores by index. We shuffle the products, so that the
+    # index does not reveal which twin is the good product.
     rng.shuffle(products)
-    for item in products:  # with DATA_SEED, no two products get the same number
+    for item in products:  # with DATA_SEED, all product numbers are different
         item["asin"] = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
 
     # 2. Draw 12 random goals for each family.
     goals = {"unseen": []}
-    by_request = defaultdict(list)  # goals that differ only in the price limit share a key
+    by_request = defaultdict(list)  # {`goal_key` without the price limit: goals}
     used_keys = set()
     for family in families:
         for _ in range(12):
@@ -123,7 +124,8 @@ def shop_data() -> ShopData:
             group = goals["unseen"] if family["held_out"] else by_request[goal_key(goal)[:-1]]
             group.append(goal)
 
-    # 3. Distribute the other goals. A group of goals with the same key is never divided.
+    # 3. Distribute the goals of the other families to the splits "train", "validation" and "test".
+    # Goals that differ only in the price limit are in the same split.
     groups = list(by_request.values())
     rng.shuffle(groups)
     for split, size in (("train", 600), ("validation", 158), ("test", 250)):
@@ -137,8 +139,8 @@ def shop_data() -> ShopData:
 
 
 def _family(rng, name, attributes, colours, held_out):
-    # The type has eight colours. Goals request one of four of them, `own_colours`. The twins with
-    # the wrong colours come in the other four.
+    # Each type has eight colours. Four of them are `own_colours`, the colours that goals of this
+    # family request. The twins with the wrong colours have the other four colours.
     own_colours = rng.sample(colours, 4)
     price = rng.choice([p for p in range(15, 70) if p % 10])
     title = " ".join([*attributes, name]).title()
@@ -149,7 +151,8 @@ def _family(rng, name, attributes, colours, held_out):
 
 
 def _twins(rng, family):
-    # The four twins share all texts that the search indexes, so they always get equal scores.
+    # The four twins have the same title, description and bullet points. The search uses only these
+    # texts, so the twins always get equal scores.
     shared = family | dict(Description=f"A {family['query']} {rng.choice(PLACES)}.",
                            BulletPoints=rng.sample(BULLETS, 2))
     for expensive, colours in product((False, True), (family["colours"], family["others"])):
@@ -174,8 +177,8 @@ def listed_as_fitting(product: dict, goal: dict) -> bool:
 
 
 def meets(product: dict, goal: dict) -> bool:
-    """Returns True if a product meets everything that a goal requests, including the options. Its
-    purchase then gets the reward 1, if the agent has chosen these options."""
+    """Returns True if a product meets everything that a goal requests, including the options. If
+    the agent chooses these options and buys the product, the reward is 1."""
     options = sum(product["options"].values(), [])
     return listed_as_fitting(product, goal) and {*goal["goal_options"]} <= {*options}
 
@@ -190,15 +193,14 @@ def goal_key(goal: dict) -> tuple:
 def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[dict]) -> dict:
     """Draws a random goal that a product of a family meets.
 
-    The function draws goals until a goal has two properties. First, the key of the goal is not in
-    `used_keys`. Second, training goals and held-out products stay apart: if the family is held out,
-    every product that `listed_as_fitting` accepts for the goal is held out as well, and if the
-    family is not held out, no such product is.
+    The function draws goals until the goal has two properties. First, the key of the goal is not in
+    `used_keys`. Second, all products that `listed_as_fitting` accepts for the goal must be held out
+    if the family is held out. Otherwise, none of these products may be held out.
 
     Args:
         rng: Random number generator.
         family: The fields of the family, an item of `ShopData.families`.
-        used_keys: The keys of the goals that exist already, see `goal_key`.
+        used_keys: The keys of all earlier goals, see `goal_key`.
         products: All products.
     """
     while True:
@@ -216,13 +218,13 @@ def goal_for(rng: random.Random, item: dict, attributes: list[str], options: lis
     """Returns a goal for a product or a family, without an instruction.
 
     Args:
-        rng: Random number generator, with which the price limit is drawn.
-        item: The product or family. It must have the attributes and options.
+        rng: Random number generator for the price limit.
+        item: The product or family. The item must have the attributes and options of the goal.
         attributes: The attributes that the goal requests.
         options: The options that the goal requests, with the colour first.
     """
-    # The price limit is drawn as in WebShop: two of the first four multiples of 10 above the price
-    # are drawn at random, and the larger one is the limit.
+    # As in WebShop, two of the first four multiples of 10 above the price are drawn at random. The
+    # larger of the two is the price limit.
     tens = [float(t) for t in range(10, 1000, 10) if t > item["price"]][:4]
     return {"name": item["Title"], "query": item["query"],
             "product_category": item["product_category"], "attributes": attributes,
@@ -230,15 +232,15 @@ def goal_for(rng: random.Random, item: dict, attributes: list[str], options: lis
 
 
 def instruction_of(rng: random.Random, goal: dict) -> str:
-    """Writes the instruction of a goal with a random one of the TEMPLATES."""
+    """Writes the instruction of a goal with a random template from TEMPLATES, and returns it."""
     return rng.choice(TEMPLATES).format(
         type=goal["query"], attributes=" and ".join(goal["attributes"]),
         options=", ".join(goal["goal_options"]), limit=f"{goal['price_upper']:.2f}")
 
 
 def split_page(observation: str) -> list[str]:
-    """Splits the text of a page into its pieces. The text may be in the full or the short view,
-    which use different separators."""
+    """Splits the text of a page into its pieces. The full view and the short view use different
+    separators, and the function accepts both."""
     return re.split(r" \[SEP\] | \| ", observation)
 
 
@@ -272,8 +274,8 @@ def read_results(observation: str) -> list[tuple[str, str, float]]:
 def fitting(results, want):
     """Selects the results that fit an instruction best.
 
-    A result that costs more than the price limit is left out. From the other results, it selects
-    those with the largest number of requested attributes in the title.
+    The function leaves out all results that cost more than the price limit. From the other results,
+    the function selects those with the largest number of requested attributes in the title.
 
     Args:
         results: A list of (product number, title, price), see `read_results`.
@@ -291,12 +293,13 @@ def fitting(results, want):
 
 
 def shop_expert(thoughts: bool):
-    """Returns the scripted expert, a function that takes an observation and returns a reply. It
-    knows only the text of the pages.
+    """Returns the scripted expert, a function that takes an observation and returns a reply. The
+    expert only uses the text of the pages.
 
-    The expert searches for the type and the attributes. It opens the first result that fits best,
-    see `fitting`. If the product does not come in the requested colour, the expert goes back and
-    opens the next fitting result. Finally it clicks the options and buys the product.
+    The expert searches for the type and the attributes. Then it opens the first of the results that
+    `fitting` selects. If the product is not available in the requested colour, the expert returns
+    to the results and opens the next selected result. Finally, the expert clicks the options and
+    buys the product.
 
     Args:
         thoughts: True for replies in the form of ReAct, with a thought before each action.
@@ -311,7 +314,7 @@ def shop_expert(thoughts: bool):
 
 
 def _expert_script():
-    # This generator yields (thought, action). The caller passes the next page with `send`.
+    # This generator yields (thought, action). The caller sends the next page to the generator.
     want = read_instruction((yield))
     colour, attributes = want["options"][0], " and ".join(want["attributes"])
     page = yield (f"I should search for a {want['type']} that is {attributes}.",
@@ -324,9 +327,9 @@ def _expert_script():
                           f"{want['limit']:.2f}.", f"click[{asin}]")
             steps += 1
             # To open another product, the expert needs two clicks: < Prev and the product. If the
-            # product is on the next results page, it also needs a click on Next >. It only opens
-            # another product if the clicks on the options and on Buy Now still fit in the 10 turns
-            # of the episode. Otherwise it buys the current product.
+            # other product is on the next results page, the expert also needs a click on Next >.
+            # The expert only opens another product if the 10 turns of the episode are enough for
+            # the clicks on the options and on Buy Now. Otherwise it buys the current product.
             clicks = 2 if n + 1 < len(fits) else 3
             if colour in split_page(page) or steps + clicks + len(want["options"]) + 1 > 10:
                 for option in want["options"]:

@@ -19,8 +19,8 @@ from environments.user_files import read_lists
 from environments.webshop.shop import DONE, Page, Shop, show
 from envs import EnvError
 
-# The default splits: ranges of goal numbers, as in WebShop's baselines. With --split-file, task
-# lists replace "train" and "test".
+# The default splits are ranges of goal numbers, as in WebShop's baselines. With --split-file, the
+# tasks of "train" and "test" are read from task lists instead.
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
 CHECK = ("check the address; if the server is behind a proxy, its links must begin with the whole "
          "address")
@@ -28,7 +28,7 @@ NO_WEBSHOP = f"this is no page of a WebShop server; {CHECK}"
 
 
 class WebShopServer(Shop):
-    """WebShop on a real server. Like a browser, it follows the links and forms of the pages.
+    """WebShop on a real server. The client follows links and sends forms, like a browser.
 
     The key of a task is the number of a goal. `reset` accepts the number of any goal on the server.
 
@@ -41,17 +41,18 @@ class WebShopServer(Shop):
     page after a purchase does not show the instruction.
 
     Load. A server loads its catalogue at the first request. If further requests arrive before the
-    catalogue is loaded, the server loads it again for each of them. Requests are therefore sent one
-    at a time until the server has answered a client, and again after the server has failed. This
-    holds for all processes of the user on the same machine. A server also gets slower with each
-    session, so all episodes with the same goal use the same session.
+    catalogue is loaded, the server loads the catalogue again for each of these requests. A client
+    therefore uses a file lock until its first response from the server, and again after the server
+    has failed. With the lock, all processes of the user on this machine send one request at a time.
+    A server also gets slower with each session, so all episodes with the same goal use the same
+    session.
 
     Errors. Every response must be a WebShop page at the address that the user gave. Otherwise the
     client raises EnvError. There is one exception. The server cannot route an option with a slash
-    in its name or value, and responds with the status 404. The client treats a click on such an
-    option as an action that changes nothing.
+    in its name or value, and responds with the status 404. In this case the page does not change,
+    and the episode continues.
 
-    Safety. The only request that contains text of the model is the search form.
+    Safety. Only the search form sends text that the model wrote.
     """
     test_splits = ("test",)
     task_of = int
@@ -85,9 +86,10 @@ class WebShopServer(Shop):
     def follow(self, link, query: str = "") -> Page:
         if link:
             return self._client.open(link, self.page)
-        # We make three changes to the query, because the server could not handle it otherwise:
-        # - A slash becomes a space, because the server responds to a slash with the status 404.
-        # - <r>, <a>, <c> or <q> at the start loses its brackets, because it would be a command.
+        # We make three changes to the query, because the server cannot handle some queries:
+        # - A slash is replaced with a space, because the server responds to it with the status 404.
+        # - If the query starts with <r>, <a>, <c> or <q>, the brackets are removed, because the
+        #   server interprets such a start as a command.
         # - The query is cut to 1,000 characters, because it becomes part of a URL, and because
         #   Lucene accepts at most 1,024 words.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
@@ -105,16 +107,17 @@ class Link:
 
 class Client:
     """An HTTP client for a WebShop server. The docstring of `WebShopServer` describes its rules."""
-    # {server URL: {goal: instruction}} for all goals that this process has read
+    # A dict {server URL: {goal: instruction}} of all goals that this process has read
     instructions = defaultdict(dict)
-    # {server URL: clients that have received a response since the server last failed}
+    # A dict {server URL: set of the clients that need no lock}. A client is in the set if it has
+    # received a response since the server last failed.
     ready = defaultdict(WeakSet)
 
     def __init__(self, url: str, timeout: float, load_timeout: float):
         self.url = url
         self._timeout = timeout
         self._load_timeout = load_timeout
-        self._http = requests.Session()  # keeps the connection open between requests
+        self._http = requests.Session()  # reuses the connection for later requests
         self._http.trust_env = False     # ignore proxies and passwords in the user's configuration
         self._http.max_redirects = 5
         self._http.adapters.clear()  # no adapter for other URLs, so links cannot leave this server
@@ -124,15 +127,15 @@ class Client:
         """Begins an episode with a goal, and returns its first page."""
         self._goal = goal
         goals_read = self.instructions[self.url]
-        # The instruction of a new goal cannot show that the server was restarted, so we read one of
-        # the goals that we know.
+        # Check if the server was restarted. A new goal has no earlier instruction to compare with,
+        # so we first read one of the earlier goals again.
         if goals_read and goal not in goals_read:
             self._read([*goals_read][goal % len(goals_read)])
         return self._read(goal)
 
     def _read(self, goal: int) -> Page:
-        """Requests the first page of a goal, and returns the page. Raises UsageError if this
-        process has read the goal before and its instruction has changed since then."""
+        """Requests the first page of a goal, and returns the page. Raises UsageError if the
+        instruction differs from the instruction that this process read before for the goal."""
         page = self.open(Link("GET", f"{self.url}/coevolve_fixed_{goal}"))
         before = self.instructions[self.url].setdefault(goal, self._instruction)
         if before != self._instruction:
@@ -150,10 +153,10 @@ class Client:
             data: The fields of a form to send, or None.
 
         Returns:
-            The new page. If the link is an option that the server cannot route, the old page.
+            The new page, or the old page if the link is an option that the server cannot route.
 
         Raises:
-            EnvError: If there is no response, or if it is not a WebShop page.
+            EnvError: If there is no response, or if the response is not a WebShop page.
         """
         response = self._request(link, data)
         if response.status_code == 404 and link.has_slash:
@@ -172,8 +175,8 @@ class Client:
         if before and page.instruction != self._instruction:
             self._fail("the instruction has changed, as it does if the server is restarted")
         self._instruction = page.instruction
-        # A search must not lead to the search page. This happens if a redirect turns the POST
-        # request into a GET request, because the fields of the form are then lost.
+        # The response to a search must not be the search page. The server responds with the search
+        # page if a redirect changes the POST request to a GET request without the form's fields.
         if page.form and data:
             self._fail(f"a search leads to the search page again; {CHECK}")
         if page.form:
@@ -192,7 +195,7 @@ class Client:
             self._fail("the page is incomplete")
         try:
             page = _Html(html, response.url)
-        except (ValueError, IndexError, AssertionError) as error:  # an address, reward or tag
+        except (ValueError, IndexError, AssertionError) as error:  # invalid address, reward or tag
             self._fail(f"the page cannot be parsed ({error})")
         if page.reward is None and not (page.instruction and (page.form or page.links)):
             self._fail(NO_WEBSHOP)
@@ -201,8 +204,8 @@ class Client:
         return page
 
     def _request(self, link: Link, data: dict | None) -> requests.Response:
-        """Sends a request, follows redirects, and returns the response. Raises EnvError if there is
-        none within the timeout."""
+        """Sends a request, follows redirects, and returns the response. Raises EnvError if the
+        server does not respond within the timeout."""
         ready = self.ready[self.url]
         timeout = self._timeout if self in ready else self._load_timeout
         with nullcontext() if self in ready else self._lock():
@@ -219,7 +222,7 @@ class Client:
 
     def _lock(self):
         """Returns the file lock of this server. All processes of the user on this machine share the
-        lock, so only one of them sends a request at a time."""
+        lock, so only one process at a time sends a request with the lock."""
         name = f"webshop-{os.getuid()}-{urlsplit(self.url).netloc.replace(':', '-')}"
         return FileLock(Path(tempfile.gettempdir(), name))
 
@@ -236,8 +239,8 @@ class _Html(HTMLParser):
 
     Attributes:
         pieces: The visible texts, split at HTML tags.
-        links: A dict {text: `Link`} of the buttons, products and options. The text of a button or
-            product is in lower case.
+        links: A dict {text: `Link`} of the buttons, products and options. The texts of buttons and
+            products are in lower case.
         form: The `Link` of the search form, or None if the page has no search form.
         instruction: The instruction, or None if the page does not show it.
         reward: The reward of the purchase, or None if the page does not show a reward.
@@ -261,14 +264,14 @@ class _Html(HTMLParser):
         self.feed(html)
         self.close()
 
-        # An option is left out if a button has the same text.
+        # If an option has the same text as a button or product, leave out the option.
         for value, link in self._options.items():
             self.links.setdefault(value, link)
         for piece, next_piece in zip(self.pieces, [*self.pieces[1:], ""]):
             before, label, text = piece.partition("Instruction:")
             if label and not before:
-                # Usually the instruction is the next piece. On the page of attributes, label and
-                # instruction are in one piece.
+                # The page usually shows the instruction in the piece after "Instruction:". The
+                # sub-page "Attributes" shows both in the same piece.
                 self.instruction = text.strip() or next_piece
                 break
 
@@ -282,7 +285,7 @@ class _Html(HTMLParser):
         elif attrs.get("name") == "search_query":
             self.form = Link("POST", self._action)
         elif attrs.get("type") == "radio":
-            # A radio button is an option. If two options have the same value, the later one counts.
+            # A radio button is an option. If two options have the same value, use the later option.
             value = attrs.get("value", "")
             has_slash = "/" in value or "/" in attrs.get("name", "")
             link = Link("GET", self._address(attrs, "data-url"), has_slash=has_slash)
@@ -316,8 +319,9 @@ class _Html(HTMLParser):
         self._end_text()
 
     def _end_text(self):
-        """Ends the current text, and adds it to `pieces` if it is visible. Called at every tag and
-        comment. A text that consists of whitespace is left out if it contains a newline."""
+        """Ends the current text, and adds it to `pieces` if it is visible. The parser calls this
+        method at every tag and comment. A text that consists of whitespace is left out if it
+        contains a newline."""
         text = self._text
         self._text = ""
         if text and not self._hidden and (text.strip(" \t\n\f\r") or "\n" not in text):

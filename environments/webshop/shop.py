@@ -1,9 +1,10 @@
-"""The built-in WebShop. An agent searches for a product that fits an instruction, and buys it.
+"""The built-in WebShop. An agent searches for a product that fits an instruction, and buys the
+product.
 
 This file contains, from top to bottom:
 
     Page            a page of the shop
-    Shop            rules that the built-in WebShop and a real server share
+    Shop            the rules for both the built-in WebShop and a real server
     WebShop         the built-in WebShop and its pages
     BM25            the search engine
     webshop_reward  WebShop's reward
@@ -43,28 +44,30 @@ DONE = ["Thank you for shopping with us!", "Your code:"]
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the shop, either of the built-in WebShop or of a real server."""
+    """A page of the built-in WebShop or of a real server."""
     kind: str            # search | results | item | sub-page | done
     pieces: list[str]    # the visible texts
-    links: dict          # {text of a button, product or option, in lower case: target of a click}
+    links: dict          # {text of a button, product or option in lower case: target of the link}
     item: object = None  # product of an item page, sub-page or purchase; unused on other pages
     reward: float = 0.0  # reward of the purchase if `kind` is "done", otherwise 0
     options: tuple = ()  # chosen options as (name, value); always empty with a real server
 
 
 class Shop(Environment):
-    """The base class of the built-in WebShop and of a real server, with the rules that both share.
+    """The base class of the built-in WebShop and of a real server. It defines their common rules.
 
     Texts and rules are the same as in WebShop's official text environment, with two exceptions.
     First, a search is only valid on the search page. Second, the page after a purchase ends at
     "Your code:", because the rest of the official page shows the goal and the reward.
 
-    The short view is for a very small model. It omits the instruction and "Back to Search" on all
-    pages but the first one. The agent can still click "Back to Search". If the episode has shown
-    the same page before, the short view shows only its first piece and "(seen)".
+    The short view is for a very small model. Results pages, item pages and sub-pages omit the
+    instruction and "Back to Search" in this view. The agent can still click "Back to Search". If
+    the episode has shown the same page before, the short view shows only the first piece of the
+    page and "(seen)".
 
-    A subclass defines the method follow(link, query). It follows a link and returns the new `Page`.
-    If the link is None, it runs a search with the query instead, and returns the results page.
+    A subclass defines the method follow(link, query). This method follows a link and returns the
+    new `Page`. If the link is None, the method runs a search with the query, and returns the
+    results page.
     """
     name = "webshop"
     rules = PROMPT
@@ -73,12 +76,12 @@ class Shop(Environment):
 
     def __init__(self, view: str = "full"):
         super().__init__(view)
-        self.page = None           # the page that the agent sees
+        self.page = None           # the current page of the episode
         self.shown_before = set()  # the pages that the short view has shown in this episode
 
     def step(self, reply: str) -> Step:
         """Executes a search or a click. If the current page does not offer the action, the page
-        stays the same."""
+        does not change."""
         name, argument = name_and_argument(self.action(reply))
         page = self.page
         if name == "search" and (page.kind == "search" or self.searches_everywhere):
@@ -95,12 +98,13 @@ class Shop(Environment):
 
 
 def name_and_argument(action: str) -> tuple[str, str]:
-    """Splits an action such as "search[Red mug]" into its name and its argument in lower case.
+    r"""Returns the name of an action, and its argument in lower case.
 
-    For example, "search[Red mug] now" gives ("search", "red mug"). A text that is not an action
-    gives ("", ""). The result is the same as with WebShop's regular expression `(.+)[(.+)]`: the
-    argument ends at the last "]" of the first line, and starts at the last "[" that leaves at least
-    one character in between. We do not use the regular expression, because it takes quadratic time.
+    For example, the action "search[Red mug] now" gives ("search", "red mug"). A text that is not an
+    action gives ("", ""). The result is the same as with WebShop's regular expression
+    `(.+)\[(.+)\]`. We do not use this expression, because it takes quadratic time. Instead, the
+    function searches in the first line of the text. The argument ends at the last "]". The argument
+    starts at the last "[" for which the argument is not empty.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")
@@ -112,7 +116,7 @@ def show(shop: Shop, page: Page, first: bool = False) -> str:
     """Makes a page the current page of the environment, and returns the page's text.
 
     Args:
-        shop: The environment. Its view determines the form of the text.
+        shop: The environment. `shop.view` determines if the text is in the full or the short view.
         page: The new page.
         first: True if the page is the first one of an episode.
     """
@@ -136,7 +140,8 @@ def show(shop: Shop, page: Page, first: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """The navigation state of an episode. As with WebShop's URLs, it fully determines the page."""
+    """The navigation state of an episode. The state determines the page completely, like a URL of
+    WebShop."""
     kind: str = "search"  # kind of the page, with the same values as `Page.kind`
     query: str = ""
     number: int = 1       # number of the results page, starting at 1
@@ -146,10 +151,11 @@ class Place:
 
 
 class WebShop(Shop):
-    """The built-in WebShop. It has WebShop's pages, actions and reward, and a generated catalogue.
+    """The built-in WebShop. It has the same pages, actions and reward as a WebShop server that was
+    started with --attrs. The catalogue is generated.
 
-    The pages are the same as those of a WebShop server that was started with --attrs. The value of
-    a task is a goal, a dict with "instruction" and the fields that `webshop_reward` needs.
+    The value of a task is a goal, a dict with "instruction" and the fields that `webshop_reward`
+    needs.
     """
     test_splits = ("test", "unseen")
     max_results = 50
@@ -194,7 +200,7 @@ class WebShop(Shop):
             add_item(self.data.products[place.item], place, pieces, links)
         else:
             pieces += ["< Prev", *sub_pages(self.data.products[place.item])[place.sub]]
-            links["< prev"] = replace(place, kind="item", sub="")  # the chosen options stay chosen
+            links["< prev"] = replace(place, kind="item", sub="")  # chosen options do not change
         return Page(place.kind, pieces, links, place.item, options=place.options)
 
 
@@ -206,7 +212,8 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
     if place.number > 1:
         pieces.append("< Prev")
         links["< prev"] = replace(place, number=place.number - 1)
-    pieces.append("Next >")  # also on the last page, after which the results pages are empty
+    # The last results page has a button "Next >", too. It leads to an empty results page.
+    pieces.append("Next >")
     links["next >"] = replace(place, number=place.number + 1)
 
     first = (place.number - 1) * shop.page_size
@@ -221,14 +228,14 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
 def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
     """Adds the texts and links of an item page to `pieces` and `links`."""
     pieces.append("< Prev")
-    # As in WebShop, going back to the results page discards the chosen options.
+    # As in WebShop, a click on "< Prev" discards the chosen options.
     links["< prev"] = replace(place, kind="results", item=-1, options=())
     for sub in sub_pages(product):
         links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
     links["buy now"] = replace(place, kind="done")
 
-    # The key of a link is the value of an option, without the option's name. If two options have
-    # the same value, a click therefore chooses the value for the last of these options, as in
+    # The key of a link contains only the value of an option, not the option's name. If two options
+    # have the same value, a click therefore chooses the value for the last of these options, as in
     # WebShop.
     for name, values in product["options"].items():
         pieces += [name, *values]
@@ -256,8 +263,9 @@ def sub_pages(product: dict) -> dict[str, list[str]]:
 def search_engine(data: catalogue.ShopData):
     """Returns the search engine, a function that takes a query and returns the indices of products.
 
-    It searches the title, the description and the first bullet point of each product. It does not
-    search options, so a query for a colour does not find the products in this colour.
+    The search engine searches the title, the description and the first bullet point of each
+    product. It does not search the options, so a query for a colour does not find the products in
+    this colour.
     """
     texts = []
     for product in data.products:
@@ -307,7 +315,8 @@ class BM25:
 
 # ------------------------------------------------------------------------------ WebShop's reward
 
-# WebShop's colour list has 102 colours. These are the 16 basic ones, in alphabetical order.
+# WebShop's colour list has 102 colours. This list contains the 16 basic colours in alphabetical
+# order.
 COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple red silver "
            "white yellow").split()
 
@@ -318,10 +327,11 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
         r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
 
-    |A| is the number of attributes that the goal requests, and n_att is the number of these that
-    the product has. |O| is the number of options that the goal requests, and n_opt is the number of
-    these that were chosen. r_price is 1 if the price is within the limit, and otherwise 0. r_type
-    is 1 if the type of the product fits, and otherwise smaller, see `type_reward`.
+    |A| is the number of attributes that the goal requests. n_att is the number of these attributes
+    that the product has. |O| is the number of options that the goal requests. n_opt is the number
+    of these options that the agent has chosen. r_price is 1 if the price is within the limit, and
+    otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller, see
+    `type_reward`.
 
     Args:
         product: A dict with name, Title, query, product_category, Attributes, BulletPoints and
@@ -330,14 +340,15 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
             a dict) and price_upper (the limit).
         options: The chosen options, a dict {name: value}.
         price: The price of the product with the chosen options.
-        nouns: A function that returns the words in a product's name that determine its type. By
-            default these are all alphabetic words. The official code uses spaCy to find the nouns.
+        nouns: A function that takes a product's name, and returns the words that determine the
+            product's type. By default, the function returns all alphabetic words. The official code
+            uses spaCy to find the nouns instead.
     """
     attributes = goal["attributes"]
     n_att = sum(has_attribute(product, attribute) for attribute in attributes)
 
     wanted = goal["goal_options"]
-    if isinstance(wanted, dict):  # the official code converts the (name, value) pairs to strings
+    if isinstance(wanted, dict):  # the official code converts each (name, value) to a string
         wanted = wanted.items()
     wanted = [str(normalise_colour(option)) for option in wanted]
     chosen = [normalise_colour(option) for option in options.values()]
@@ -349,12 +360,12 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
 
 def type_reward(product: dict, goal: dict, nouns) -> float:
-    """Returns r_type, a factor of WebShop's reward, in [0, 1]. It measures how well the type of the
-    product fits the goal."""
+    """Returns r_type, a factor of WebShop's reward, in [0, 1]. r_type is larger if the type of the
+    product fits the goal better."""
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
-    if title_score == 0:  # no noun in common: the reward is 0, even if the queries are equal
+    if title_score == 0:  # without a common noun, the reward is 0 even for equal queries
         return 0.0
     if title_score < 0.1:
         return 0.1
@@ -376,8 +387,8 @@ def alphabetic_words(name: str) -> list[str]:
 def has_attribute(product: dict, attribute: str) -> bool:
     """Returns True if a product has an attribute.
 
-    The attribute must occur in the title, the bullet points or the description, or it must be
-    similar to one of the product's listed attributes.
+    The title, the bullet points or the description must contain the attribute. Otherwise, one of
+    the product's listed attributes must be similar to the attribute.
     """
     bullets = " ".join(product["BulletPoints"])
     for text in (product["Title"], bullets, product["Description"]):
@@ -394,8 +405,8 @@ def is_among(wanted: str, texts: list[str]) -> bool:
 def normalise_colour(option):
     """Simplifies the name of a colour: "rose gold" becomes "gold".
 
-    Returns the first item of COLOURS that the option contains. If the option contains none of
-    them, returns the option unchanged.
+    Returns the first item of COLOURS that the option contains. If the option contains no item of
+    COLOURS, returns the option unchanged.
     """
     for colour in COLOURS:
         if colour in option:
@@ -405,11 +416,13 @@ def normalise_colour(option):
 
 @lru_cache(maxsize=65536)
 def token_set_ratio(a: str, b: str) -> int:
-    """Returns the similarity of two texts, from 0 to 100, without regard to the order of words.
+    """Returns the similarity of two texts, from 0 to 100. The order of the words has no effect.
 
-    It gives the same results as token_set_ratio in thefuzz 0.19, the version that WebShop uses. A
-    text is converted to its sorted set of words. The result is the largest of three ratios of
-    difflib: between the shared words and each of the two texts, and between the two texts.
+    The function gives the same results as token_set_ratio in thefuzz 0.19, the version that WebShop
+    uses. Each text is converted to its distinct words, and the words that both texts share are
+    placed first. The result is the largest of three ratios, which are computed with difflib: the
+    similarity of the shared words and the first text, of the shared words and the second text, and
+    of the two texts.
     """
     words_a = plain_words(a)
     words_b = plain_words(b)
@@ -432,8 +445,8 @@ def token_set_ratio(a: str, b: str) -> int:
 def plain_words(text: str) -> set[str]:
     """Returns the set of words in a text, in lower case.
 
-    As in thefuzz, the characters with codes 128 to 255 are removed first. Then every character that
-    is not a letter, a digit or an underscore separates words.
+    As in thefuzz, the characters with codes 128 to 255 are removed first. Then the text is split at
+    every character except letters, digits and underscores.
     """
     text = re.sub("[\x80-\xff]", "", text)
     return {*re.sub(r"\W", " ", text).lower().split()}

@@ -1,8 +1,8 @@
 """Makes new goals for the built-in WebShop from the purchases of agents.
 
 A new goal requests the product and the options that an agent bought in an episode. The purchase may
-have been wrong for the goal of the episode, but it is right for the new goal. The actions of the
-episode are therefore a solution of the new goal.
+not meet the goal of the episode, but it meets the new goal. The actions of the episode are
+therefore a solution of the new goal.
 """
 
 import random
@@ -15,7 +15,7 @@ from environments.webshop.catalogue import goal_for, goal_key, instruction_of, m
 from environments.webshop.shop import Page, name_and_argument
 from environments.wording import with_pairs
 
-# A new goal is rejected as too vague if more than this number of products meet it [ours].
+# If more products than this number meet a new goal, the goal is rejected as too vague [ours].
 MAX_FITTING = 4
 
 
@@ -28,12 +28,13 @@ class ExecutedAction:
 
 
 class TaskGenerator:
-    """Makes and checks new goals. They come from episodes, or an explorer model proposes them."""
-    # Explains what a task is, in the prompt of an explorer model that writes tasks
+    """Makes new goals from episodes or from an explorer model's proposals, and checks the goals."""
+    # This text explains in the prompt of an explorer model what a task is.
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
             "the limit as: lower than 50.00 dollars. Its actions end with the purchase.")
-    # Explains which actions there are, in the prompt of an explorer that does not contain the rules
+    # This text lists the actions in the prompt of an explorer model, if the prompt does not contain
+    # the rules of the environment.
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
@@ -44,9 +45,9 @@ class TaskGenerator:
         for product in self.products:
             self.options.update(*product["options"].values())
 
-        self.instructions = set()   # the instructions of all splits, each as a string of its words
+        self.instructions = set()   # normalized instructions of all splits, see `words_of`
         self.training_keys = set()  # keys of the training goals
-        self.evaluated = set()      # keys of the goals in other splits, without the price limit
+        self.evaluated = set()      # `goal_key` of the goals outside "train", without price limits
         for split, goals in shop.data.goals.items():
             self.instructions |= {words_of(goal["instruction"]) for goal in goals}
             if split == "train":
@@ -57,8 +58,8 @@ class TaskGenerator:
     # ------------------------------------------------------------------ proposals from episodes
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the patterns of behaviour in an episode: the kinds of its executed actions, and
-        all pairs of consecutive kinds."""
+        """Returns the patterns of behaviour in an episode. These are the kinds of the executed
+        actions, and all pairs of consecutive kinds."""
         kinds = [action.kind for action in self._executed(self.shop.find(task), replies)]
         return with_pairs(kinds)
 
@@ -81,11 +82,11 @@ class TaskGenerator:
     def written(self, task: str, proposal: dict) -> dict | None:
         """Converts a proposal of an explorer model to {text, task, solution}.
 
-        The proposal consists of a text and of actions that end with a purchase. Returns None unless
-        the text and the purchase agree:
+        The proposal consists of a text and of actions that end with a purchase. The method returns
+        None unless the text and the purchase satisfy the following conditions:
 
         - The text contains the type of the product, and at least one attribute.
-        - The text contains exactly one price limit, and it is above the price of the product.
+        - The text contains exactly one price limit. The limit is above the price of the product.
         - The product has all attributes that the text mentions.
         - The actions choose all options that the text mentions.
         """
@@ -113,8 +114,8 @@ class TaskGenerator:
         """Replays an episode.
 
         Returns:
-            The product that the episode buys, the chosen options with the colour first, and the
-            replies with an action that changed the page. None if the episode buys nothing.
+            The purchased product, the chosen options with the colour first, and the replies whose
+            action changed the page. None if the episode does not end with a purchase.
         """
         actions = self._executed(self.shop.find(task), replies)
         if not actions or actions[-1].page.kind != "done":
@@ -128,10 +129,11 @@ class TaskGenerator:
 
     def key(self, goal: dict) -> tuple:
         """Returns a key for comparing goals. If two goals have the same key, every purchase has the
-        same reward for both.
+        same reward for both goals.
 
-        In place of the price limit, the key contains the number of products of the goal's type that
-        are within the limit. Two limits with no price between them thus have the same key.
+        Instead of the price limit, the key contains the number of products of the goal's type that
+        are within the limit. Two price limits therefore give the same key if no product has a price
+        between them.
         """
         within_limit = 0
         for product in self.products:
@@ -143,8 +145,8 @@ class TaskGenerator:
         """Returns True if the text of a task reveals a part of its solution.
 
         Such parts are search[...], click[...], "Buy Now", an action of the solution, and a product
-        number. Upper case, spaces and punctuation are ignored. A real customer would not write any
-        of these.
+        number. Real customers do not write such texts. The method ignores case, spaces and
+        punctuation.
         """
         plain = unicodedata.normalize("NFKC", text).lower()
         if re.search(r"search\s*[^\w\s,.;!?'-]", plain):
@@ -176,7 +178,8 @@ class TaskGenerator:
     def verify(self, proposal: dict) -> str | None:
         """Plays an episode with the new goal and the actions of the proposal's solution.
 
-        One episode is enough, because the built-in WebShop keeps no state between episodes.
+        One episode is enough, because an episode of the built-in WebShop does not depend on earlier
+        episodes.
 
         Returns:
             None if the solution solves the goal, and otherwise the reason why it does not.
@@ -191,7 +194,7 @@ class TaskGenerator:
         return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _executed(self, goal: dict, replies: list[str]) -> list[ExecutedAction]:
-        """Plays an episode with a goal and these replies, and returns the actions that changed the
+        """Plays an episode with the given goal and replies. Returns the actions that changed the
         page."""
         self.shop.start(goal)
         actions = []
@@ -238,7 +241,7 @@ def kind_of(argument: str, goal: dict, before: Page, after: Page) -> str:
 def phrases_in(text: str, phrases) -> tuple[list[str], str]:
     """Finds phrases in a text.
 
-    If two of the phrases overlap in the text, only the longer phrase is found.
+    If two phrases overlap in the text, the function finds only the longer phrase.
 
     Returns:
         The phrases that the text contains, and the text without these phrases.
