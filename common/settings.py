@@ -158,10 +158,6 @@ class Setting:
     heading: str    # the --help heading under which the setting is listed
     comment: str    # the --help text
 
-    @property
-    def flag(self) -> str:
-        return flag(self.name)
-
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
@@ -389,7 +385,7 @@ def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program:
         keywords = argparse_keywords(setting)
         if name == "method":
             keywords = dict(choices=tuple(methods))
-        arguments[name] = groups[setting.heading].add_argument(setting.flag, **keywords)
+        arguments[name] = groups[setting.heading].add_argument(flag(name), **keywords)
     return parser, arguments
 
 
