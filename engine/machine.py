@@ -66,7 +66,6 @@ class Machine:
         self.main = self.accelerator.is_main_process
         self.rank = self.accelerator.process_index
         self.ranks = self.accelerator.num_processes
-        self.shard = self.ranks > 1  # shard models in training over several ranks, with FSDP2
         self.recompute = s.gradient_checkpointing == "on"
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:
@@ -91,15 +90,15 @@ class Machine:
             torch.set_num_threads(1)
         if self.device.type != "cuda" or s.model == "tiny":
             return
-        shards = self.ranks if self.shard else 1
         # A trajectory longer than tokens_per_forward gets a separate forward pass, so a forward
         # pass may have up to max_tokens tokens.
         tokens = max(self.tokens_per_forward, s.max_tokens)
-        problem = check_memory(config, parameters, shards, tokens, keeps_reference)
+        problem = check_memory(config, parameters, self.ranks, tokens, keeps_reference)
         if problem:
             raise UsageError(f"--model {s.model}: {problem}")
         tokens = max(tokens, -(-group // self.ranks) * s.max_tokens)
-        needed = sum(training_bytes(config, parameters, shards, tokens, False, keeps_reference))
+        needed = sum(training_bytes(config, parameters, self.ranks, tokens, False,
+                                    keeps_reference))
         self.recompute = is_on(s.gradient_checkpointing, auto=needed > FREE * free_memory())
 
     def wait(self) -> None:

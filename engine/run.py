@@ -343,7 +343,7 @@ class Run:
         """Loads the model in a folder, and returns it ready for training."""
         with agent_errors(self, agent):
             model = models.load(self.machine.accelerator, agent, self.machine.recompute,
-                                self.machine.shard)
+                                shard=self.machine.ranks > 1)
         # `inference_copy` restores this attention implementation for inference.
         self.attention = model.config._attn_implementation
         if self.shares_prefixes:
