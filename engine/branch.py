@@ -36,11 +36,9 @@ def take(run, branch: str, now: dict) -> dict:
     # 1. Read the records of the other run.
     name, _, output = branch.rpartition("@")
     source = Path(name)
-    if not name or (Path(branch) / "phases.json").exists():
-        raise UsageError(f"--branch {branch}: give RUN@OUTPUT, such as "
-                         "runs/webshop-coevolve-s0@iter1/pairs-target.jsonl")
     if not (source / "phases.json").exists():
-        raise UsageError(f"--branch {branch}: {name} is not a run; give RUN@OUTPUT")
+        raise UsageError(f"--branch {branch}: give RUN@OUTPUT, where RUN is the folder of a run, "
+                         "such as runs/webshop-coevolve-s0@iter1/pairs-target.jsonl")
     rows = read_json(source / "phases.json")
     if output not in rows:
         raise UsageError(f"--branch {branch}: the run has no output {output!r}; choose from: "

@@ -471,8 +471,8 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
 
 
 @pytest.mark.parametrize("branch, says", [
-    ("runs/nowhere@sft-target", "runs/nowhere is not a run; give RUN@OUTPUT"),
-    ("RUN", "run: give RUN@OUTPUT, such as"), ("iter1/target.jsonl", "jsonl: give RUN@OUTPUT,"),
+    ("runs/nowhere@sft-target", "runs/nowhere@sft-target: give RUN@OUTPUT, where"),
+    ("RUN", "run: give RUN@OUTPUT, where"), ("iter1/target.jsonl", "jsonl: give RUN@OUTPUT,"),
     ("RUN@iter9/target.jsonl", "the run has no output 'iter9/target.jsonl'; choose from: experts.jsonl, "),
     ("RUN@eval-1-target-test.jsonl", "run/iter1/target.jsonl does not exist any more")])
 def test_a_branch_of_what_is_not_there_is_refused(branch, says, again, toy_run, tmp_path):
