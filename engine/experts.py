@@ -56,10 +56,6 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
         raise UsageError(f"no expert trajectory is left; dropped: {dict(dropped)}; change the "
                          "settings that dropped them")
 
-    if len(kept) < dropped.total():
-        run.print(f"{run.name}: warning: {len(kept)} of {len(kept) + dropped.total()} expert "
-                  f"trajectories are kept; dropped: {dict(dropped)}; see "
-                  f"--expert-min-reward {s.expert_min_reward} and --max-tokens {s.max_tokens}")
     best = best_of_tasks(kept)
     if len(best) < len(kept):
         dropped["not the best of its task"] = len(kept) - len(best)

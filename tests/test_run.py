@@ -27,7 +27,7 @@ import dpo
 from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import UsageError, parse
-from engine import branch, code, command, experts, models, run, tracking
+from engine import branch, code, command, models, run, tracking
 from engine.console import counted
 from engine.records import write
 from environments import environment
@@ -424,17 +424,6 @@ def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
         write_jsonl(out / "experts.jsonl", rows)
 
     assert "has no action tokens to train on; leave it out" in refusal(again, edit)
-
-
-@pytest.mark.parametrize("solves, warned", [(3, True), (4, False)])
-def test_a_run_that_keeps_less_than_half_of_its_experts_warns(
-        solves, warned, bare, monkeypatch, capsys):
-    monkeypatch.setattr(Toy, "reward", lambda env: 1.0 if int(env.task[-1]) < solves else 0.5)
-    bare.make_env, bare.env, bare.splits = Toy, Toy(), ("test",)
-    bare.once("experts.jsonl", experts.collect_experts)
-    said = capsys.readouterr().out
-    assert ("warning: 3 of 8 expert trajectories are kept; dropped: {'reward': 5}; see "
-            "--expert-min-reward 0.7" in said) == warned and ("warning" in said) == warned
 
 
 # --------------------------------------------------------------------------------------- a branch
