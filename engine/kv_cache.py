@@ -221,7 +221,7 @@ class CachedGenerator:
         distance = positions[:, None, :, None] - torch.arange(self.width, device=positions.device)
         masks = {}
         for kind, window in self.windows.items():
-            hidden = (distance < 0) | (distance >= window) if window < self.width else distance < 0
+            hidden = (distance < 0) | (distance >= window)
             mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=hidden.device)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
         return masks if len(masks) > 1 else mask
