@@ -371,6 +371,13 @@ def program(*flags):
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def in_toy(*flags, env=Toy):
+    """Runs the core in the toy as `python coevolve.py` does, in a process of its own."""
+    run.make = lambda *_, **__: env()
+    command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
+                 "python coevolve.py")
+
+
 @pytest.fixture
 def toy_run(small_model, tmp_path, monkeypatch):
     """toy_run(*flags, env=environment) runs the core in tmp_path/run, here and now."""
