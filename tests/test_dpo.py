@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import make_model, plain_log_probs
 
 import dpo
 from dpo import Group, Pair, Trajectory
@@ -35,21 +35,9 @@ def random_trajectories(*lengths, seed=0, task="t"):
     return made
 
 
-def brute_force(model, t, never=(), temperature=1.0):
-    """Returns log-probabilities of Eq. (2), by a forward pass for each action token, (A,) nats."""
-    found = []
-    for k in range(1, len(t.ids)):
-        if t.action_mask[k]:
-            # log pi(t_k | t_<k) = z_k - log sum_v exp z_v, v over the tokens that can be drawn
-            logits = model(torch.tensor([t.ids[:k]])).logits[0, -1] / temperature
-            logits[list(never)] = -torch.inf
-            found.append(logits[t.ids[k]] - torch.logsumexp(logits, 0))
-    return torch.stack(found)
-
-
 def log_p(model, t):
     """Returns log pi(e|u) = sum_k log pi(t_k | t_<k), Eq. (2)."""
-    return brute_force(model, t).sum()
+    return plain_log_probs(model, t.ids, t.action_mask).sum()
 
 
 def gradients(model, loss):
@@ -72,7 +60,7 @@ def model():
 
 
 @pytest.mark.parametrize("tokens, passes", [(0, 5), (45, 3), (10_000, 1)])
-def test_log_probs_of_padded_forward_passes_are_those_of_one_token_at_a_time(
+def test_log_probs_of_padded_forward_passes_are_those_of_plain_ones(
         tokens, passes, model, monkeypatch):
     shapes = []
     forward = type(model).forward
@@ -89,7 +77,8 @@ def test_log_probs_of_padded_forward_passes_are_those_of_one_token_at_a_time(
         found = distributed_log_probs(ONE, model, some, tokens, Sampler(0.7, never).process_logits)
 
     acting = some[:2] + some[3:]
-    expected = torch.cat([brute_force(model, t, never, 0.7) for t in acting])     # (A,)
+    expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
+                          for t in acting])                                       # (A,)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
     assert 0 < found.isinf().sum() < len(found)
     # Only a forward pass of one trajectory may have more tokens than the limit.
