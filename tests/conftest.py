@@ -1,4 +1,4 @@
-"""Small models, tokenizers and an environment that the tests share; nothing is downloaded."""
+"""Small models, tokenizers and environments for all tests. Nothing is downloaded."""
 
 import gc
 import io
@@ -35,11 +35,11 @@ from engine import command, run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
 
-DATA = ROOT / "tests" / "data"  # what was recorded of official code, see its README
+DATA = ROOT / "tests" / "data"  # recordings of official code, see its README
 
 
 def folder_of(variable):
-    """A folder with files of InterCode's or ETO's that an environment variable names."""
+    """Returns the folder that an environment variable names, with files of InterCode or ETO."""
     if variable not in os.environ:
         pytest.skip(f"{variable} names no folder; see tests/data/README.md")
     return Path(os.environ[variable])
@@ -47,7 +47,7 @@ def folder_of(variable):
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# As the models publish them, but for a system's turn of Llama 2; Qwen3's writes what ChatML does.
+# The published templates, without the system message of Llama 2. Qwen3 uses ChatML.
 LLAMA2 = ("{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
           "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
           "{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}{% else %}"
@@ -88,8 +88,8 @@ CONVERSATION = [
 
 
 def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizerFast:
-    """A BPE tokenizer of bytes (Llama 2's: of words), or a Unigram one as of SentencePiece, with
-    the named chat template, or another one."""
+    """Returns a byte-level BPE tokenizer (BPE of words for Llama 2), or a Unigram tokenizer like
+    SentencePiece, with the named chat template or another one."""
     published, special, end = TEMPLATES[name]
     words = unigram or name == "llama2"
     options = dict(special_tokens=special, vocab_size=400, show_progress=False)
@@ -120,7 +120,8 @@ def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizer
 
 
 def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:
-    """A random Qwen3 with grouped keys and weights large enough that every token matters."""
+    """Returns a random Qwen3 with grouped-query attention. Its weights are large, so that every
+    token has an effect."""
     torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=vocab_size, hidden_size=32, intermediate_size=48,
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -138,7 +139,7 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
 
 
 def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
-    """log pi of each action token, nats, by a pass of transformers over this text alone."""
+    """Returns log pi of each action token in nats, by a forward pass of transformers over `ids`."""
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1] / temperature
     logits = logits.index_fill(1, torch.tensor([*never], dtype=torch.long), -torch.inf)
     found = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
@@ -147,7 +148,7 @@ def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
 
 @torch.no_grad()
 def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
-    """A reply by a whole forward pass for each token, with its log-probabilities."""
+    """Returns a reply and its log-probabilities, with one full forward pass per token."""
     new, logs = [], []
     over = False
     while not over and len(new) < most:
@@ -164,7 +165,7 @@ def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
 
 
 def fork(work, said, **environment) -> int:
-    """The number of a fork of this process that does work(); the file `said` has what it prints."""
+    """Forks a process that runs work(). Returns its id. Its output goes to the file `said`."""
     if process := os.fork():
         return process
     try:
@@ -185,7 +186,7 @@ def fork(work, said, **environment) -> int:
 
 @pytest.fixture(autouse=True)
 def no_process_group():
-    """What accelerate remembers of one test, its precision too, the next one would take for its."""
+    """Resets the state of accelerate after each test, for example its precision."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     if torch.distributed.is_initialized():
@@ -193,7 +194,7 @@ def no_process_group():
 
 
 def fork_ranks(ranks, work, said):
-    """So many forks that do work() together, as torchrun starts them; one does it alone."""
+    """Forks ranks that run work() together, with the environment variables of torchrun."""
     if ranks == 1:
         return [fork(work, said)]
     with socket.socket() as free:
@@ -239,8 +240,8 @@ def kills_until_it_ends(work, folder, said, seed=0, most=30):
 
 
 def kill_at(operation, folder):
-    """Kills this process by SIGKILL at its operation of this number on a file in a folder: before
-    it renames, deletes or makes something, or once it has opened a file and written nothing."""
+    """Kills this process at the given operation on a file in a folder: before it renames,
+    deletes or creates something, or after it has opened a file and before it writes."""
     seen = itertools.count(1)
 
     def count(event, arguments):  # an audit hook is called before the operation
@@ -255,9 +256,9 @@ def kill_at(operation, folder):
 
 
 def in_ranks(ranks, work, *arguments):
-    """work(accelerator, *arguments) in so many processes (gloo): what it returns on the first."""
+    """Runs work(accelerator, *arguments) on some ranks (gloo). Returns the result of rank 0."""
     def begin():
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # for a profile of memory
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no threads that load weights
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == ranks
         result = work(accelerator, *arguments)
@@ -287,12 +288,12 @@ LIMIT = 900  # seconds that a test may take with its fixtures; the longest takes
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Fails a test that waits for anything without end. The traceback shows where it waits."""
+    """Fails a test that does not end. The traceback shows where it waits."""
     def fail(*_):
         pytest.fail(f"{item.nodeid} did not end in {LIMIT} s; the last line is what it waits for")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT, 60)  # once more if what ends the test waits, too
+    signal.setitimer(signal.ITIMER_REAL, LIMIT, 60)  # again if the teardown waits, too
     try:
         return (yield)
     finally:
@@ -302,19 +303,19 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(scope="session")
 def agent():
-    """(model, encoder); some rows of the model's embedding belong to no token."""
+    """(model, encoder). The model's embedding has unused rows."""
     tokenizer = make_tokenizer("chatml")
     rows = len(tokenizer) + 5
     return make_model(rows, seed=1), Encoder(tokenizer, rows)
 
 
 def pytest_collection_finish():
-    """Else each load of a model walks all that was imported, 0.3 s."""
+    """Saves 0.3 s in each load of a model, which otherwise collects garbage of all imports."""
     gc.freeze()
 
 
 class Toy(Environment):
-    """An environment of two replies, whose reward depends on what was written."""
+    """An environment with episodes of two replies, which determine the reward."""
     name, test_splits, max_turns, stops = "toy", ("test",), 2, ("Observation:",)
     splits = {split: {str(n): f"toy-{split}-{n}" for n in range(8)} for split in ("train", "test")}
 
@@ -340,7 +341,7 @@ class Toy(Environment):
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
-    """The folder of a random model, fast enough for whole runs in a second."""
+    """The folder of a random model that is small enough for whole runs in a second."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = make_tokenizer("chatml")
     model = make_model(len(tokenizer), dtype=torch.float32)
@@ -355,8 +356,7 @@ TOY = (*TOY_SFT, "--iterations", 1, "--dpo-epochs", 1, "--dpo-lr", 1e-3)
 
 
 def program(*flags):
-    """`python coevolve.py FLAGS`, here and now; SystemExit with its last line where that is of an
-    error."""
+    """Runs `python coevolve.py FLAGS` in this process. SystemExit has the line of an error."""
     def end(line, status):
         assert status == 2 and "\n" not in line and 30 < len(line) < 700, line
         raise SystemExit(line)
@@ -371,9 +371,16 @@ def program(*flags):
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def in_toy(*flags, env=Toy):
+    """Runs the core in the toy as `python coevolve.py` does, in a process of its own."""
+    run.make = lambda *_, **__: env()
+    command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
+                 "python coevolve.py")
+
+
 @pytest.fixture
 def toy_run(small_model, tmp_path, monkeypatch):
-    """toy_run(*flags, env=environment) runs the core in tmp_path/run, here and now."""
+    """toy_run(*flags, env=environment) runs the core in tmp_path/run, in this process."""
     def start(*flags, env=Toy):
         monkeypatch.setattr(run, "make", lambda *_, **__: env())
         given = dict(zip(flags[::2], flags[1::2]))
@@ -396,8 +403,8 @@ def toy(small_model, tmp_path_factory):
 
 
 class Again:
-    """`env` as the core plays it: an episode that breaks is played again from its start to where it
-    was, at most so many times."""
+    """Wraps `env` as the core does: an episode that breaks is replayed from its start, at most
+    `times` times."""
 
     def __init__(self, env, times: int = 2, wait: float = 0.0):
         self.env, self.times, self.wait = env, times, wait
@@ -414,7 +421,7 @@ class Again:
         return self.play(last=True)
 
     def play(self, last=False):
-        """The last step of the episode, alone or after all before; EnvError where it stays."""
+        """Returns the last step, alone or after a replay. Raises EnvError if the fault persists."""
         for left in range(self.times, -1, -1):
             try:
                 found = None if last else self.env.reset(self.task)
@@ -433,16 +440,16 @@ class Loopback(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_):
-        pass  # the client has gone, as it should
+        pass  # the client has closed the connection
 
 
 @pytest.fixture
 def serve():
     """serve(read, answer) -> a server on loopback, which closes at the end of the test.
 
-    `seen` has read(handler, body) of each request; answer(*of that) -> (status, text, headers, or
-    where to). `faults` are for the next requests, one each: such an answer, None (it closes the
-    connection), "cut" (halfway), seconds that it takes, or False.
+    `seen` has read(handler, body) of each request. answer(*request) returns status, text, and
+    headers or the address of a redirect. `faults` has one entry for each of the next requests: an
+    answer, None (closes the connection), "cut" (sends half), seconds of delay, or False (no fault).
     """
     servers = []
 

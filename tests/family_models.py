@@ -1,8 +1,8 @@
-"""A tiny random model of every family of causal language models of text in transformers.
+"""Tiny random models of all families of causal language models in transformers.
 
-Sizes are chosen by the names of a config's fields, since families share most of them; SPECIAL has
-what a single family wants beside. Every type of layer that a family's default config names occurs,
-and every limit (a sliding window, a chunk) is shorter than the texts of the tests.
+The names of a config's fields determine their sizes, since most families share them. SPECIAL has
+additional fields of single families. A model has every type of layer of its default config, and
+every limit (a sliding window, a chunk) is shorter than the sequences of the tests.
 """
 
 import torch
@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 MUSIC = ("musicgen", "musicgen_melody")  # their tokens are sounds
 VOCABULARY, WINDOW = 160, 16  # tokens
-# The fields of a config by the size that a tiny model has there.
+# size -> the fields of a config with this size
 SIZES = {
     1: "n_group topk_group first_k_dense_replace num_expert_group num_dense_layers moe_layer_freq "
        "n_shared_experts num_shared_experts moe_num_shared_experts num_layers_per_stack "
@@ -52,7 +52,7 @@ SIZES |= dict.fromkeys("sliding_window sliding_window_size local_attention atten
                        .split(), WINDOW)
 VOCABULARIES = "vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size"
 KINDS = "layer_types mlp_layer_types layers_block_type"  # of layers, a name for each
-SPECIAL = {  # what a family wants beside
+SPECIAL = {  # additional fields of a family
     "bamba": dict(attn_layer_indices=[1]),
     "cohere_compass_text": dict(rope_parameters={kind: dict(
         rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
@@ -103,15 +103,14 @@ SPECIAL = {  # what a family wants beside
 
 
 def default(family: str):
-    """The config of transformers' defaults; of a composite family, the one of its text model."""
+    """Returns the default config, or for a composite family, the default of its text model."""
     parts = {"text_config": dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)}
     config = CONFIG_MAPPING[family](**parts if family.endswith("assistant") else {})
     return config.get_text_config() if family not in MUSIC else config
 
 
 def small(config, vocabulary: int) -> dict:
-    """The fields of a config of this class with all sizes small: two layers, or one of each type;
-    and what its family wants beside."""
+    """Returns small values for the fields of a config, with two layers or one of each type."""
     fields = {name: value for name, value in vars(config).items() if value is not None}
     values = {name: size for name, size in SIZES.items() if name in fields}
     for size, names in ((vocabulary, VOCABULARIES), (1, "pad_token_id bos_token_id eos_token_id")):
@@ -136,8 +135,8 @@ def small(config, vocabulary: int) -> dict:
 
 
 def tiny_model(family: str, vocabulary: int = VOCABULARY, kind: str = "", **more):
-    """A model of it in float32 and eval mode, in which every token matters; more: fields of its
-    config. kind: the name of a class that reads more than text, as its checkpoints are."""
+    """Returns a model in float32 and eval mode, in which every token has an effect. `more` are
+    fields of its config. `kind` is the name of a multimodal class."""
     config = CONFIG_MAPPING[family]() if kind else default(family)
     config = type(config)(**{**small(config, vocabulary), **more})
     kind = getattr(transformers, kind or CLASSES.get(config.model_type, CLASSES[family]))
@@ -147,8 +146,8 @@ def tiny_model(family: str, vocabulary: int = VOCABULARY, kind: str = "", **more
 
 @torch.no_grad()
 def enlarged(model):
-    """All numbers at random, and matrices doubled until two tokens that change places move later
-    log-probabilities: with small weights neither wrong attention nor wrong positions show."""
+    """Randomises all weights, and doubles matrices until swapping two tokens changes later
+    log-probabilities. With small weights, wrong attention or positions would have no effect."""
     for p in model.eval().parameters():
         p += 0.1 * torch.randn(p.shape)
     for _ in range(4):
@@ -160,7 +159,7 @@ def enlarged(model):
 
 @torch.no_grad()
 def swapped(model) -> float:
-    """How far the log-probabilities after two tokens move when those two change places, in nats."""
+    """Returns the largest change of later log-probabilities if two tokens are swapped, in nats."""
     ids = torch.randint(2, 100, (2, 12), generator=torch.Generator().manual_seed(1))
     ids[1] = ids[0, [1, 0, *range(2, 12)]]
     a, b = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)

@@ -1,7 +1,7 @@
-"""A GPU that is none: its tensors say that they are on "cuda", and hold memory of the CPU.
+"""A simulated GPU: its tensors report the device "cuda", and store their values on the CPU.
 
-Operations run on what the tensors hold. One that mixes devices fails as on a GPU, and what makes the
-host wait for the device is counted. Needs pretend_guard.cpp, loaded before torch; see `command`.
+An operation that mixes devices raises the error of a GPU, and host-device synchronisations are
+counted. pretend_guard.cpp must be loaded before torch, see `on_card`.
 """
 
 import os
@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 HERE = Path(__file__).parent
 CARD = torch.device("cuda", 0)
 MEMORY = 80 * 10**9  # bytes
-ACROSS = {"copy_", "_to_copy", "set_"}  # operations that may see two devices
+ACROSS = {"copy_", "_to_copy", "set_"}  # operations that may mix devices
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select"}
-waits = Counter()  # what made the host wait -> how often
+waits = Counter()  # operation -> number of host-device synchronisations
 
 
 class OnCard(torch.Tensor):
-    """A tensor on the card; `held` has its numbers."""
+    """A tensor on the simulated GPU. `held` is the CPU tensor with its values."""
 
     @staticmethod
     def __new__(cls, held):
@@ -51,16 +51,16 @@ class OnCard(torch.Tensor):
 
 
 class Card(TorchDispatchMode):
-    """Sees what makes tensors, which have no tensor to be asked."""
+    """Dispatches the operations that create tensors from no other tensor."""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         return run(operation, args, kwargs or {})
 
 
 def run(operation, args, kwargs):
-    """Does an operation on what its tensors hold."""
+    """Runs an operation on the CPU tensors."""
     name = operation.overloadpacket.__name__
-    if operation._can_decompose():  # in inference mode nobody else has taken it apart
+    if operation._can_decompose():  # in inference mode it is not decomposed yet
         with Card():
             result = operation.decompose(*args, **kwargs)
         if result is not NotImplemented:
@@ -86,22 +86,22 @@ def run(operation, args, kwargs):
     if made_here:
         result = trees.tree_map_only(torch.Tensor, OnCard, result)
     aliases = any(returned.alias_info for returned in operation._schema.returns)
-    if here and aliases:  # views and changes in place stay what they are to autograd
+    if here and aliases:  # for autograd, views and in-place operations
         return return_and_correct_aliasing(operation, args, kwargs, result)
     return result
 
 
 def held_by(leaf):
-    """What an operation on the CPU is given in place of an argument."""
+    """Returns the argument on the CPU that replaces an argument."""
     if isinstance(leaf, OnCard):
-        if leaf.held.dtype != leaf.dtype:  # model.float() sets the dtype of a parameter alone
+        if leaf.held.dtype != leaf.dtype:  # model.float() changes only the dtype of the wrapper
             leaf.held = leaf.held.to(leaf.dtype)
         return leaf.held
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def count_wait(name: str, args, kwargs, here: bool, made_here: bool) -> None:
-    """Counts an operation for whose result, or whose copy, the host waits."""
+    """Counts an operation if the host waits for its result or copy."""
     masked = name in INDEXING and any(
         index is not None and index.dtype == torch.bool for index in args[1])
     if here and (name in WAITING or masked):
@@ -111,7 +111,7 @@ def count_wait(name: str, args, kwargs, here: bool, made_here: bool) -> None:
 
 
 def install() -> Card:
-    """Makes torch believe in the card. The mode that is returned has to be entered."""
+    """Patches torch.cuda. Returns the dispatch mode, which has to be entered."""
     torch._C._set_only_lift_cpu_tensors(True)
     described = SimpleNamespace(total_memory=MEMORY, name="pretended", major=9, minor=0,
                                 multi_processor_count=132)
@@ -128,7 +128,7 @@ def install() -> Card:
 
 
 def compile_guard(folder: Path) -> Path:
-    """The shared library of pretend_guard.cpp, in a folder."""
+    """Compiles pretend_guard.cpp to a shared library in a folder, and returns its path."""
     torch_folder, library = Path(torch.__file__).parent, folder / "pretend_guard.so"
     subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", "-w", f"-I{torch_folder}/include",
                     HERE / "pretend_guard.cpp", "-o", library, f"-L{torch_folder}/lib", "-lc10",
@@ -137,11 +137,11 @@ def compile_guard(folder: Path) -> Path:
 
 
 def on_card(library: Path, script: str, *arguments) -> str:
-    """What a script prints that runs in a process with a card."""
+    """Runs a script in a process with the simulated GPU. Returns its stdout."""
     begin = "import pretend_gpu; card = pretend_gpu.install(); card.__enter__()\n"
     environment = dict(
         LD_PRELOAD=str(library), PYTHONPATH=f"{HERE}{os.pathsep}{HERE.parent}",
-        HF_DEACTIVATE_ASYNC_LOAD="1",  # threads that load would know nothing of the card
+        HF_DEACTIVATE_ASYNC_LOAD="1",  # loader threads would lack the dispatch mode
         TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", begin + script, *map(str, arguments)],
                           env=os.environ | environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The method as a specification: pairs by hand, what each agent learns from, losses of whole runs."""
+"""The method: pairs by hand, the training data of each agent, and losses of whole runs."""
 
 import math
 from collections import Counter, defaultdict
@@ -30,8 +30,8 @@ def rollouts(agent, rewards):
 
 
 def brief(pair):
-    """A pair as "t0 > f1  1, 0": the target's rollout 0 is chosen over the failure agent's rollout
-    1, and weighs 1 in the DPO term and 0 in that of SFT."""
+    """Returns a pair as "t0 > f1  1, 0": the target's rollout 0 is chosen, the failure agent's
+    rollout 1 is rejected, the weight is 1 in the DPO term and 0 in the SFT term."""
     agents = pair.chosen.agent, pair.rejected.agent
     assert pair.kind == (">".join(agents) if "expert" in agents else FF)
     assert pair.chosen.reward > pair.rejected.reward
@@ -40,19 +40,19 @@ def brief(pair):
 
 
 @pytest.mark.parametrize("expert, own, others, settings, pairs", [
-    # The two pairs with the expert share a weight of 1; that of failures has no SFT term.
+    # The two expert pairs have a total weight of 1. The failure pair has no SFT term.
     (1.0, [0.5], [0.75], {}, ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5", "f0 > t0  1, 0"]),
-    # Equal failures make no pair of failures, also where rounding tells them apart.
+    # Equal failures make no failure pair, also if they differ by rounding.
     (1.0, [0.1 + 0.2], [0.3], {}, ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5"]),
-    # The target succeeds: a tie with the expert, and no failure for the other one to be against.
+    # The target succeeds: a tie with the expert, and no failure pair.
     (1.0, [1.0], [0.25], {}, ["e0 > f0  1, 1"]),
-    # ETO: nobody else plays.
+    # ETO: there is no other agent.
     (1.0, [0.5], [], {}, ["e0 > t0  1, 1"]),
-    # An expert at 0.75 is beaten by a success and by a better failure, which is not imitated.
+    # An expert at 0.75 loses to a success, and to a better failure, which gets no SFT weight.
     (0.75, [1.0], [0.8], {}, ["t0 > e0  0.5, 0.5", "f0 > e0  0.5, 0"]),
-    # An expert is imitated, whatever it earned; the failure that beats it is not.
+    # A chosen expert always has an SFT weight. A better failure has none.
     (0.5, [0.75], [0.25], {}, ["t0 > e0  0.5, 0", "e0 > f0  0.5, 0.5", "t0 > f0  1, 0"]),
-    # An expert's equal makes no pair with it, but is a failure like any other.
+    # A failure with the expert's reward makes no expert pair, but makes failure pairs.
     (0.75, [0.75], [0.5], {}, ["e0 > f0  1, 1", "t0 > f0  1, 0"]),
     # Two rollouts each, one a success. Failures are paired across agents only.
     (1.0, [0.5, 0.25], [0.5, 1.0], {}, ["e0 > t0  0.33, 0.33", "e0 > t1  0.33, 0.33",
@@ -84,7 +84,7 @@ def test_d_tgt_by_hand(expert, own, others, settings, pairs):
 @pytest.mark.parametrize("own, others, setting, pairs", [
     ([0.75], [0.5], "all", ["f0 > t0  1, 0"]),
     ([0.5], [0.5, 1.0, 1 - 1e-16], "all", []),  # a success is no failure
-    # The pairs within an agent are there, too, unless Eq. (6) is taken literally.
+    # Pairs within an agent are included, except with "cross", the literal Eq. (6).
     ([0.75, 1.0], [0.5, 0.25], "all", ["t0 > t1  1, 0", "f0 > t0  1, 0", "f0 > t1  1, 0"]),
     ([0.75, 1.0], [0.5, 0.25], "cross", ["f0 > t0  1, 0", "f0 > t1  1, 0"]),
     ([0.75, 1.0], [0.5, 0.25], "none", []),
@@ -98,8 +98,7 @@ def test_d_fail_by_hand(own, others, setting, pairs):
         assert len(found) + dropped.total() == math.comb(len(own) + len(others), 2)
 
 
-def test_pairs_are_made_of_what_can_train_and_a_buffer_alone_has_what_was_earlier(tmp_path):
-    """Whatever a loop keeps of earlier iterations."""
+def test_pairs_are_made_of_usable_trajectories_and_only_a_buffer_has_earlier_ones(tmp_path):
     def written(name, *trajectories):
         write_jsonl(tmp_path / name, [*trajectories])
         return tmp_path / name
@@ -128,9 +127,9 @@ def test_pairs_are_made_of_what_can_train_and_a_buffer_alone_has_what_was_earlie
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_balance_of_section_4_3_does_not_depend_on_the_number_of_rollouts(n):
-    """A task whose rollouts all fail: the expert pairs weigh 1 together, the failure pairs 1, and
-    the SFT term has half of the weights, lambda_SFT x 1 / 2 of the batch loss. A rollout that
-    filled the context makes no pair, and the others do not take its weight."""
+    """A task whose rollouts all fail: the expert pairs have a total weight of 1, the failure pairs
+    too, and the SFT term has half of the weights, lambda_SFT x 1 / 2 of the batch loss. A rollout
+    that reached the context limit makes no pair, and the others do not get its weight."""
     e = Trajectory("a", "expert", reward=1.0, ids=[0], action_mask=[1])
     own, others = [[Trajectory("a", agent, 1, k, reward=(k + half) / 10, ids=[k, part], action_mask=[0, 1])
                     for k in range(n)] for agent, half, part in (("target", 0, 1), ("failure", 0.5, 2))]
@@ -149,8 +148,8 @@ def test_the_balance_of_section_4_3_does_not_depend_on_the_number_of_rollouts(n)
 
 
 def test_a_failure_agent_that_plays_after_it_has_learned_plays_twice(toy_run):
-    """The target pairs its rollouts with those of the agent that has learned in the iteration, and
-    D_fail has those played before; both have seeds and indices of their own."""
+    """The target's pairs have the rollouts of the trained failure agent, and D_fail has those from
+    before. Their seeds and indices differ."""
     out = toy_run("--failure-plays", "after", "--temperature", 2)
     phases = list(read_json(out / "phases.json"))
     order = ["pairs-failure.jsonl", "failure-agent", "failure-again.jsonl", "pairs-target.jsonl"]
@@ -166,7 +165,7 @@ def test_a_failure_agent_that_plays_after_it_has_learned_plays_twice(toy_run):
 
 
 def test_one_text_with_two_rewards_makes_no_pair():
-    """As where a goal's price limit is drawn anew. What shares the expert's weight is without it."""
+    """For example if a goal's price limit is random. The weights leave out such comparisons."""
     e, same, other, copy = (Trajectory(agent=agent, reward=reward, ids=ids, action_mask=[1, 1]) for agent, reward, ids in (
         ("expert", 1.0, [1, 2]), ("target", 0.5, [1, 2]), ("target", 0.25, [1, 3]),
         ("failure", 0.75, [1, 3])))
@@ -177,7 +176,7 @@ def test_one_text_with_two_rewards_makes_no_pair():
     assert dropped == {"the same text": 2}
 
 
-# ---------------------------------------------------------------- from pairs to what is trained on
+# ------------------------------------------------------------------- from pairs to training data
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +185,7 @@ def encoder():
 
 
 def played(encoder, agent, reward, replies, task="a", iteration=1, ended="done"):
-    """A trajectory of so many replies, each of two tokens or more and its end of turn."""
+    """Returns a trajectory of some replies. Each has two or more tokens and an end of turn."""
     messages = [dict(role="user", content="find a mug")]
     for n in range(replies):
         messages.append(dict(role="assistant", content=f"click[{agent} {n}]"))
@@ -197,11 +196,11 @@ def played(encoder, agent, reward, replies, task="a", iteration=1, ended="done")
 
 
 def replies_in(t):
-    """The number of replies in ids, counted by spans of the mask."""
+    """Returns the number of replies, counted as spans of the mask."""
     return sum(now > before for before, now in zip(t.action_mask, t.action_mask[1:]))
 
 
-def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
+def test_groups_have_each_trajectory_once_and_truncate_rejected_ones(encoder):
     s = Settings()
     e = played(encoder, "expert", 1.0, 2, iteration=0)
     t = played(encoder, "target", 0.5, 9)
@@ -212,7 +211,7 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     pairs = coevolve.d_tgt(e, [t], [f], s, Counter()) + [Pair(FF, other, another)]
     group, alone = coevolve.preference_groups(pairs, [e, of_other], s, encoder, Counter())
     assert alone.trajectories == [other, another]
-    # Of 9 and 8 replies the first 7 are rejected, the expert's 2 and 5 more; chosen, f is whole.
+    # Rejected trajectories have 7 replies, the expert's 2 and 5 more. The chosen f is whole.
     assert [replies_in(x) for x in group.trajectories] == [2, 7, 7, 8]
     own, short, shorter, whole = group.trajectories
     assert short.ids == t.ids[:len(short.ids)] and short.ids[-1] == encoder.end_of_turn
@@ -220,17 +219,17 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     assert [(pair.chosen, pair.rejected) for pair in group.pairs] == [
         (own, short), (own, shorter), (whole, short)]
     assert [pair.weight for pair in group.pairs] == [pair.weight for pair in pairs[:3]]
-    for pair in group.pairs:  # the very trajectories, which get references
+    for pair in group.pairs:  # the same objects, which get references
         assert {id(pair.chosen), id(pair.rejected)} <= {id(x) for x in group.trajectories}
     uncut = replace(s, cut_turns=-1)
     [group, _] = coevolve.preference_groups(pairs, [e, of_other], uncut, encoder, Counter())
-    assert group.trajectories == [e, t, f]  # f is one, chosen or rejected
-    # What ended turns and the episode is left out of the rejected ones alone.
+    assert group.trajectories == [e, t, f]  # f occurs once, chosen or rejected
+    # Ends of turns and of the episode are left out of the rejected trajectories only.
     left_out = replace(uncut, rejected_ends="leave out")
     [group, _] = coevolve.preference_groups(pairs, [e, of_other], left_out, encoder, Counter())
     assert group.trajectories == [e, encoder.without_ends(t), encoder.without_ends(f), f]
 
-    # Another agent's trajectory may be the expert; it is called as the agent is.
+    # Another agent's trajectory may be the expert. It has the agent's name.
     e = played(encoder, "target", 1.0, 3, iteration=4)
     pairs = coevolve.d_tgt(e, [replace(t, iteration=5)], [], s, Counter())
     [group] = coevolve.preference_groups(pairs, [e], replace(s, cut_turns=1), encoder, Counter())
@@ -238,7 +237,7 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
 
 
 def test_failures_that_are_equal_once_the_rejected_one_is_truncated_are_dropped(encoder):
-    """Of 3 replies the first 2 are left, the expert's 1 and 1 more. They are the other's 2."""
+    """The first 2 of 3 replies stay, the expert's 1 and 1 more. They equal the other's 2."""
     e = played(encoder, "expert", 1.0, 1)
     short, long = played(encoder, "target", 0.5, 2), played(encoder, "target", 0.25, 3)
     pairs = [Pair(FF, short, long), Pair(FF, long, short)]
@@ -255,7 +254,7 @@ def test_failures_that_are_equal_once_the_rejected_one_is_truncated_are_dropped(
 
 
 def test_ends_of_turns_and_of_the_episode_can_be_left_out(encoder):
-    """What stays is the content of all replies, but of the one that ended the episode."""
+    """The content of all replies stays, except of the reply that ended the episode."""
     for ended_by, kept in dict(
             done="click[target 0]click[target 1]",
             turn_limit="click[target 0]click[target 1]click[target 2]").items():
@@ -264,14 +263,14 @@ def test_ends_of_turns_and_of_the_episode_can_be_left_out(encoder):
         acting = [i for i, acts in zip(t.ids, mask) if acts]
         assert encoder.decode(acting) == kept and encoder.end_of_turn not in acting
     only = replace(t, ids=[1, encoder.end_of_turn], action_mask=[0, 1], turns=1)
-    assert encoder.without_ends(only) == only  # else nothing would be left
-    # An end of turn that the agent did not write is no action token already.
+    assert encoder.without_ends(only) == only  # otherwise nothing would be left
+    # An end of turn that the agent did not write is not an action token.
     added = replace(t, ids=[1, 7, 8, encoder.end_of_turn], action_mask=[0, 1, 1, 0], turns=1)
     assert encoder.without_ends(added) == added
 
 
-def test_a_file_of_pairs_names_what_it_compares(encoder, tmp_path):
-    """Names that mean nothing, or two things, are refused."""
+def test_a_file_of_pairs_identifies_trajectories(encoder, tmp_path):
+    """Missing and ambiguous trajectories are refused."""
     e = played(encoder, "expert", 1.0, 1, iteration=0)
     t = played(encoder, "target", 0.5, 2)
     files = [tmp_path / "e", tmp_path / "t"]
@@ -299,12 +298,12 @@ def model_in(folder):
 
 
 def log_p(folder, t):
-    """log pi(e|u) of a row of trajectories, by transformers alone."""
+    """Returns log pi(e|u) of a row of a trajectory file, by transformers alone."""
     return plain_log_probs(model_in(folder), t["ids"], t["action_mask"]).sum().item()
 
 
 def test_sft_is_the_mean_over_the_experts_action_tokens(toy, small_model):
-    """Of eight experts in one batch, whose agents differ by rounding alone, which is said."""
+    """Eight experts are in one batch, so the agents differ only by rounding, which is printed."""
     run, said = toy
     experts = read_jsonl(run / "experts.jsonl")
     total = sum(log_p(small_model, row) for row in experts)
@@ -316,7 +315,7 @@ def test_sft_is_the_mean_over_the_experts_action_tokens(toy, small_model):
 
 
 def kinds_of(run, agents, agent):
-    """kind -> how many pairs of it Eq. (6) and (8) ask for, counted from rewards alone."""
+    """Returns kind -> number of pairs by Eq. (6) and (8), counted from rewards alone."""
     played = defaultdict(list)  # (task, name) -> rewards
     for other in agents:
         for row in read_jsonl(run / f"iter1/{other.name}.jsonl"):
@@ -337,16 +336,14 @@ def kinds_of(run, agents, agent):
     return +expected
 
 
-def test_a_run_makes_the_pairs_of_its_trajectories(small_run):
+def test_the_phases_of_a_run_have_distinct_rollouts_and_their_pairs(small_run):
     phases = read_json(small_run / "phases.json")
     tasks = [row["task"] for row in read_jsonl(small_run / "experts.jsonl")]
     for agent in coevolve.AGENTS["coevolve"]:
         played = read_jsonl(small_run / f"iter1/{agent.name}.jsonl")
         assert [(row["task"], row["rollout"]) for row in played] == [*product(tasks, [0, 1])]
         assert len({row["seed"] for row in played}) == len(played)
-        pairs = read_jsonl(small_run / f"iter1/pairs-{agent.name}.jsonl")
         expected = kinds_of(small_run, coevolve.AGENTS["coevolve"], agent)
-        assert Counter(row["kind"] for row in pairs) == expected
         assert phases[f"iter1/pairs-{agent.name}.jsonl"]["pairs"] == expected
         assert len(expected) == dict(D_tgt=3, D_fail=1)[agent.role]
     evaluated = read_jsonl(small_run / "eval-1-target-test.jsonl")
@@ -355,19 +352,19 @@ def test_a_run_makes_the_pairs_of_its_trajectories(small_run):
     assert phases["eval-1-target-test.jsonl"]["reward"] == pytest.approx(mean)
 
 
-# Four agents, whose names say nothing or something wrong of their roles.
+# Four agents with names that do not match their roles.
 FOUR = [Agent("failure", "D_tgt"), Agent("b", "D_fail"), Agent("target", "own"),
         Agent("c", "D_tgt")]
 
 
-def test_an_agent_learns_what_its_role_says_whatever_it_is_called(toy_run, monkeypatch):
+def test_the_role_of_an_agent_and_not_its_name_determines_its_training(toy_run, monkeypatch):
     monkeypatch.setitem(coevolve.AGENTS, "coevolve", FOUR)
     out = toy_run("--temperature", 2, "--dpo-steps", 5, "--dpo-epochs", 3, "--lambda-dpo", 0.5,
                   "--lambda-sft", 0, "--pair-weights", "none")
     for agent in FOUR:
         pairs = read_jsonl(out / f"iter1/pairs-{agent.name}.jsonl")
         assert Counter(row["kind"] for row in pairs) == kinds_of(out, FOUR, agent)
-        # --dpo-steps is for D_tgt. Eq. (7) has no lambdas.
+        # --dpo-steps applies to D_tgt only. Eq. (7) has no lambdas.
         steps = read_jsonl(out / f"iter1/{agent.name}-agent/train.jsonl")
         trained = sum(kind["count"] for step in steps for kind in step["kinds"].values())
         lambda_dpo = dict(D_tgt=0.5, D_fail=1.0, own=1.0)[agent.role]
@@ -377,15 +374,15 @@ def test_an_agent_learns_what_its_role_says_whatever_it_is_called(toy_run, monke
 
 def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sft=0.0,
                by_weights=True):
-    """Eq. (9) of all pairs of an agent, by hand, of passes of transformers.
+    """Returns Eq. (9) of all pairs of an agent, by hand, with forward passes of transformers.
 
     Args:
         out: The run's folder.
         i: The iteration.
         agent: The agent's name.
-        policy, reference: Folders of pi and pi_ref in it; no reference: it is 1.
-        beta, lambda_dpo, lambda_sft: The paper's.
-        by_weights: Whether the sum is divided by the pairs' weights, not by their number.
+        policy, reference: Folders of pi and pi_ref in `out`. Without a reference, it is 1.
+        beta, lambda_dpo, lambda_sft: As in the paper.
+        by_weights: If the sum is divided by the pairs' weights instead of their number.
     """
     logs, ratios = {}, {}  # of each trajectory
     for file in [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]:
@@ -412,11 +409,11 @@ ALONE = dict(lambda_dpo=1.0, lambda_sft=0.0)  # DPO alone, Eq. (7)
 @pytest.mark.parametrize("method, lambdas, kinds", [
     # Section 5.1: "a DPO-only baseline".
     ("eto", dict(target=ALONE), dict(target={"expert>target"})),
-    # The control learns as ETO does; the target from both.
+    # The control learns as in ETO, and the target from both.
     ("positive", dict(target=dict(lambda_sft=0.1), positive=ALONE),
      dict(target={"expert>target", "expert>positive", FF}, positive={"expert>positive"}))])
 def test_eto_and_the_control_are_dpo_alone(method, lambdas, kinds, toy_run):
-    """The loss of a whole batch; pi_ref is 1, so that margins differ."""
+    """The loss of one batch. pi_ref is 1, so that margins are not 0."""
     out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, "--method", method)
     for agent, wanted in lambdas.items():
         pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
@@ -425,7 +422,7 @@ def test_eto_and_the_control_are_dpo_alone(method, lambdas, kinds, toy_run):
         [line] = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
         assert line["loss"] == pytest.approx(
             first_loss(out, 1, agent, f"sft-{agent}", None, 0.1, **wanted), rel=1e-4)
-        # What training saw of each pair is in a file, its means in the log.
+        # margins.jsonl has the values of each pair, and the log has their means.
         margins = read_jsonl(out / f"iter1/{agent}-agent/margins.jsonl")
         for kind, row in line["kinds"].items():
             seen = [m["first"] for m in margins if m["kind"] == kind]
@@ -434,12 +431,12 @@ def test_eto_and_the_control_are_dpo_alone(method, lambdas, kinds, toy_run):
 
 
 def test_two_iterations_have_their_own_rates_betas_and_pairs(toy_run):
-    """With a buffer the second D_fail has pairs with the first one's failures. An agent goes on
-    from its own last one, and pi_ref is what --reference says."""
+    """With a buffer, the second D_fail has the failures of both iterations. Each iteration starts
+    from the agent of the last one. --reference sets pi_ref."""
     out = toy_run(*"--iterations 2 --reference sft --d-fail buffer --temperature 2 --dpo-batch 100 "
                   "--beta 0.2 --beta-later 0.7 --dpo-lr-later 3e-4 --lambda-dpo 0.5 --lambda-sft "
                   "0.3 --denominator pairs".split())
-    for name, iterations in dict(failure={1, 2}, target={0, 2}).items():  # experts are of none
+    for name, iterations in dict(failure={1, 2}, target={0, 2}).items():  # 0 is the expert's
         rows = read_jsonl(out / f"iter2/pairs-{name}.jsonl")
         assert {row[side]["iteration"] for row in rows for side in ("chosen", "rejected")} == iterations
         lambdas = dict(lambda_dpo=0.5, lambda_sft=0.3) if name == "target" else ALONE
@@ -451,7 +448,7 @@ def test_two_iterations_have_their_own_rates_betas_and_pairs(toy_run):
 
 
 def test_by_default_preference_training_begins_with_ln_2_in_each_iteration(toy_run, small_run):
-    """pi_ref is the agent as the iteration begins."""
+    """pi_ref is the agent at the start of the iteration."""
     out = toy_run("--method", "eto", "--iterations", 2, "--temperature", 2)
     for agent in [out / "iter1/target-agent", out / "iter2/target-agent",
                   small_run / "iter1/failure-agent"]:
@@ -460,8 +457,8 @@ def test_by_default_preference_training_begins_with_ln_2_in_each_iteration(toy_r
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(kind["margin"]) < 1e-4
 
 
-def test_a_failure_agent_of_a_folder_that_never_learns(toy_run, small_model):
-    """It is not trained by SFT, stays as it is, and has no log of what it never learned."""
+def test_a_fixed_failure_agent_from_a_folder(toy_run, small_model):
+    """It is not trained, stays as it is, and its training log is not copied."""
     given = {path.name: path.read_bytes() for path in small_model.iterdir()}
     (small_model / "train.jsonl").write_text("{}\n")
     out = toy_run("--failure-from", small_model, "--d-fail", "none")

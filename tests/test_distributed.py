@@ -1,29 +1,26 @@
-"""Several processes (gloo), with whole models or models in parts, do what one does."""
+"""Several processes (gloo), with unsharded and sharded models, have the results of one process."""
 
 import os
 from functools import partial
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from conftest import TOY, Toy, ended, fork_ranks, in_ranks, make_model, make_tokenizer
+from conftest import Toy, ended, fork_ranks, in_ranks, in_toy, make_model, make_tokenizer
 from family_models import tiny_model
 from safetensors.torch import load_file
 from test_dpo import VOCABULARY, group, random_trajectories
 from torch.distributed.fsdp import FSDPModule
 
-import coevolve
 import dpo
 from common.files import read_jsonl
-from engine import command, models, rollouts, run
+from engine import models, rollouts
 from engine.chat import Encoder
 from engine.forward_passes import distributed_log_probs, fits_in_round
 from envs import EnvError
 
 
 def train(accelerator, folder, shard):
-    """Five batches, of which two are of one task: there some ranks have nothing to do."""
+    """Trains on five batches. Two have one task, so that some ranks have no work."""
     groups = [group(str(i), seed=i) for i in range(6)]
     reads, read_model = [], models.read_model
     models.read_model = lambda *a, **how: reads.append(a) or read_model(*a, **how)
@@ -41,8 +38,8 @@ def train(accelerator, folder, shard):
     assert norms == (4 * 2 + 1 if shard else 0)  # two layers of Qwen3
     assert isinstance(model, FSDPModule) == shard
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert len(reads) == (accelerator.is_main_process or not shard)  # one reads for all
-    if shard:  # a rank holds its part; 50 rows on 3 ranks are uneven
+    assert len(reads) == (accelerator.is_main_process or not shard)  # one rank reads for all
+    if shard:  # 50 rows on 3 ranks are uneven
         held = sum(p.to_local().numel() for p in model.parameters())
         assert held * accelerator.num_processes < 1.3 * sum(p.numel() for p in model.parameters())
     log_probs = partial(distributed_log_probs, accelerator, tokens=40)
@@ -72,8 +69,8 @@ def one(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks, shard", [(2, False), (3, True)])
-def test_ranks_whole_or_in_parts_train_like_one_process(ranks, shard, one, tmp_path):
-    """Models in parts also recompute their layers and have fused norms, as they do on GPUs."""
+def test_unsharded_and_sharded_ranks_train_like_one_process(ranks, shard, one, tmp_path):
+    """Sharded models also have gradient checkpointing and fused norms, as on GPUs."""
     other = trained(tmp_path, ranks, shard)
     again = models.read_model(tmp_path / "after")
     assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
@@ -90,11 +87,11 @@ def test_ranks_whole_or_in_parts_train_like_one_process(ranks, shard, one, tmp_p
     for name, weights in one["weights"].items():
         torch.testing.assert_close(other["weights"][name], weights, atol=1e-5, rtol=0)
     assert other["alone"] == pytest.approx(one["alone"], abs=1e-3)
-    assert "lm_head.weight" not in one["weights"]  # tied, so that it is not there twice
+    assert "lm_head.weight" not in one["weights"]  # tied weights are saved once
 
 
-def in_parts(accelerator, folder, family):
-    """What each rank knows of how a model in parts ends texts; and a pass over a text by it."""
+def load_sharded(accelerator, folder, family):
+    """Returns the generation config of a sharded model on each rank, and the error of its logits."""
     model = models.load_sharded(accelerator, folder / family, recompute=False)
     known = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(known, model.generation_config.to_dict())
@@ -105,27 +102,25 @@ def in_parts(accelerator, folder, family):
 
 
 @pytest.mark.parametrize("family", ["bart", "zamba"])
-def test_a_model_in_parts_is_the_whole_one_on_each_rank(family, tmp_path):
-    """BART's config would force an end of text; layers of Zamba share parameters."""
+def test_a_sharded_model_equals_the_unsharded_one(family, tmp_path):
+    """BART's config would force an end of text. Layers of Zamba share parameters."""
     tiny_model(family).save_pretrained(tmp_path / family)
-    found = in_ranks(2, in_parts, tmp_path, family)
+    found = in_ranks(2, load_sharded, tmp_path, family)
     assert found["known"] == [found["whole"]] * 2
     assert found["off"] < 1e-4
 
 
-def start(ranks, said, make_env, *flags):
-    """The exit statuses of so many processes that do a run in an environment."""
+def start(ranks, said, env, *flags):
+    """Returns the exit statuses of the ranks of a run in an environment."""
     def work():
-        run.make = lambda *_, **__: make_env()
-        argv = [*map(str, (*TOY, "--method", "eto", "--temperature", 2, "--rollouts", 2, *flags))]
-        command.main(argv, coevolve.Settings, run.Run, coevolve.METHODS, "python coevolve.py")
+        in_toy("--method", "eto", "--temperature", 2, "--rollouts", 2, *flags, env=env)
 
     said.unlink(missing_ok=True)
     return [ended(process) for process in fork_ranks(ranks, work, said)]
 
 
 def test_two_ranks_run_the_core_like_one_process(small_model, tmp_path):
-    """Two ranks, one evaluated task: one rank has no share of the episodes."""
+    """With one evaluated task, one of two ranks has no episodes."""
     said = tmp_path / "said"
     for ranks in (2, 1):
         flags = ("--model", small_model, "--eval-tasks", 1, "--out", tmp_path / str(ranks))
@@ -143,14 +138,14 @@ def test_two_ranks_run_the_core_like_one_process(small_model, tmp_path):
     for agent in "sft-target", "iter1/target-agent":
         for a, b in both(f"{agent}/train.jsonl"):
             assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
-    # Ranks are free to change, and nothing is done again.
+    # A resumed run may have another number of ranks.
     times = {p: p.stat().st_mtime_ns for p in (tmp_path / "2").rglob("*.safetensors")}
     assert start(1, said, Toy, *flags[:-1], tmp_path / "2") == [0]
     assert times == {p: p.stat().st_mtime_ns for p in times}
 
 
 class Gone(Toy):
-    """It breaks where the second rank plays what is evaluated."""
+    """It breaks when the second rank plays evaluation tasks."""
 
     def reset(self, task):
         if os.environ["RANK"] == "1" and "-train-" not in task:
@@ -164,46 +159,3 @@ def test_an_error_on_one_rank_ends_all(small_model, tmp_path, monkeypatch):
     assert 0 not in start(2, said, Gone, "--model", small_model, "--out", out)
     assert "the shop of rank 1 is gone; start it again" in said.read_text()
     assert (out / "sft-target").exists() and not [*out.glob("eval-*.jsonl")]
-
-
-def bf16(accelerator, folder, shard):
-    """What a step at lr 1e-6 makes of fp32 weights: precision -> (loss, references)."""
-    found = {}
-    for precision in ("no", "bf16"):
-        AcceleratorState._reset_state(accelerator is None)
-        accelerator = Accelerator(cpu=True, mixed_precision=precision)
-        model = models.load(accelerator, folder, False, shard)
-        seen = set()
-        model.get_output_embeddings().register_forward_hook(
-            lambda module, inputs, output: seen.add(output.dtype))
-        before = whole(model)
-        groups = [group(str(i), seed=i) for i in range(3)]
-        log_probs = partial(distributed_log_probs, accelerator, tokens=1000)
-        dpo.add_references(model, groups, log_probs)
-        loss = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.0)
-        [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,
-                           log_probs)
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
-        for name, p in whole(model).items():
-            if ".layers." in name and p.ndim == 2:
-                assert (p != before[name]).float().mean() > 0.99, name
-        found[precision] = line["loss"], [t.reference for t in dpo.trajectories_of(groups)]
-    return found
-
-
-def whole(model):
-    """name -> a copy of a parameter, whole also where it is in parts."""
-    return {name: getattr(p, "full_tensor", p.clone)().detach().clone()
-            for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_passes_in_bf16_move_fp32_weights(shard, tmp_path):
-    """Losses agree with fp32 to bf16's rounding; nearly all of the weights move."""
-    make_model(VOCABULARY, seed=3, dtype=torch.float32).save_pretrained(tmp_path)
-    found = in_ranks(2, bf16, tmp_path, shard) if shard else bf16(None, tmp_path, shard)
-    (plain, references), (half, in_bf16) = found["no"], found["bf16"]
-    assert in_bf16 == pytest.approx(references, rel=0.03) and in_bf16 != references
-    # The first step's loss is ln 2 times the mean weight in either: the same arithmetic twice.
-    assert half == pytest.approx(plain, abs=1e-5)

@@ -1,4 +1,4 @@
-"""The commands in the docs: each is read by the parser of its program."""
+"""The commands in the docs: the parser of the program accepts each of them."""
 
 import importlib.util
 import re
@@ -24,7 +24,7 @@ COMMAND = re.compile(r"(?:^|[ `])(?:bash run\.sh \w|python (?:-m (?:lab|environm
 
 
 def commands() -> list[str]:
-    """The lines of code blocks and the inline code that run something of this project."""
+    """Returns the lines of code blocks, and the inline code, that run this project."""
     found = []
     for path in DOCS:
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
@@ -45,7 +45,7 @@ def read(words: list[str], kind=lab.Settings, methods=lab.METHODS):
 
 
 def read_run_sh(command: str, words: list[str], monkeypatch):
-    """As run.sh calls the programs of its commands."""
+    """Calls the parser of the program that run.sh starts for a command."""
     env = "webshop" if command == "ENV" else command
     if env in ENVIRONMENTS:
         read(["--env", env, *words])
@@ -69,7 +69,7 @@ def read_run_sh(command: str, words: list[str], monkeypatch):
 
 
 @pytest.mark.parametrize("line", [*dict.fromkeys(commands())])
-def test_a_command_of_the_docs_is_read(line, monkeypatch):
+def test_a_command_of_the_docs_is_valid(line, monkeypatch):
     for module in compare, study:
         monkeypatch.setattr(module, "write_report", lambda *_: "")
     monkeypatch.setattr(compare, "named", list)

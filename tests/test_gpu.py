@@ -1,7 +1,6 @@
-"""What a GPU would do, without one: on a pretended card, and by counting what would be asked of it."""
+"""Code for GPUs, tested on a CPU: on a simulated GPU, and with the schedules of forward passes."""
 
 import gc
-import json
 import math
 import os
 import random
@@ -22,16 +21,10 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import coevolve
 import dpo
-from common.files import read_json
-from dpo import Group, Pair, Trajectory
+from common.files import read_json, read_jsonl
+from dpo import Group, Trajectory
 from engine import models, self_check
-from engine.chat import Encoder
-from engine.forward_passes import (
-    batch_by_length,
-    distributed_log_probs,
-    fits_in_round,
-    schedule_rounds,
-)
+from engine.forward_passes import batch_by_length, fits_in_round, schedule_rounds
 from engine.machine import accelerator_of
 from engine.run import Run
 from engine.sampling import TokenSampler
@@ -41,21 +34,21 @@ TINY = models.MODELS["tiny"]
 WORDS = range(300, 2000)  # ids of words
 
 
-# ------------------------------------------------------------------------ on a pretended card
+# ------------------------------------------------------------------------- on a simulated GPU
 
 
 @pytest.fixture(scope="session")
 def guard(tmp_path_factory):
     if shutil.which("g++") is None:
-        pytest.skip("g++ makes the pretended card")
+        pytest.skip("the simulated GPU needs g++")
     if torch.version.cuda or torch.version.hip:
-        pytest.skip("a torch with a card's own code has no place for a pretended one")
+        pytest.skip("the simulated GPU needs a torch without CUDA and ROCm")
     return compile_guard(tmp_path_factory.mktemp("guard"))
 
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory):
-    """A folder with a small Qwen3 of random weights, whose heads of queries share keys."""
+    """The folder of a small Qwen3 with random weights and grouped-query attention."""
     folder = tmp_path_factory.mktemp("qwen3")
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     torch.manual_seed(0)
@@ -67,7 +60,7 @@ def qwen3(tmp_path_factory):
 
 
 def played(model, encoder, sampler, backend, new):
-    """Three conversations of two replies, which begin at different lengths."""
+    """Returns three conversations of two replies. Their prompts differ in length."""
     asked = []
     for n, length in enumerate((30, 17, 23)):
         ids = random.Random(n).choices(WORDS, k=length)
@@ -80,74 +73,6 @@ def played(model, encoder, sampler, backend, new):
             t.log_probs += log_probs
             t.extend([401, 402, 403], is_action=False)
     return [t for t, _ in asked]
-
-
-def parts(device: str, folder: str, out: str) -> dict:
-    """Returns the results of load, replies, passes, training, save and self-check of a model."""
-    device = torch.device(device)
-    whole, half = (SimpleNamespace(num_processes=1, process_index=0, device=device,
-                                   is_main_process=True, mixed_precision=kind)
-                   for kind in ("no", "bf16"))
-    encoder = Encoder(transformers.AutoTokenizer.from_pretrained(folder))
-    found = dict(ids=[], sampled=[])
-    for backend in "kv_cache", "batched":
-        model = models.read_model(folder, device=device).eval()
-        texts = played(model, encoder, encoder.sampler(0.7), backend, 5)
-        found["ids"].append([t.ids for t in texts])
-        found["sampled"].append(sum([t.log_probs for t in texts], []))
-
-    # In bf16 as on a GPU: autocast, and layers that run again in the backward pass.
-    model = models.load(whole, folder, recompute=True, shard=False)
-    found["devices"] = sorted({p.device.type for p in model.parameters()})
-    values = distributed_log_probs(half, model, texts, 100)
-    values.sum().backward()
-    found["half"] = values.tolist()
-    found["half_gradient"] = sum(p.grad.double().norm().item() for p in model.parameters())
-    model.zero_grad()
-
-    def log_probs(model, some):
-        return distributed_log_probs(whole, model, some, 100)
-
-    def loss(policy, groups):
-        return dpo.preference_loss(policy, groups, beta=0.1)
-
-    a, b, c = texts
-    groups = [Group(texts, [Pair("a>b", a, b, 1.0, 0.5), Pair("a>b", a, c)])]
-    fits = partial(dpo.fits_in_pass, tokens=200)
-    dpo.add_references(model, groups, log_probs, fits)
-    found["reference"] = [t.reference for t in texts]
-    lines = dpo.train(model, dpo.adamw(model), [groups] * 2, [1e-3] * 2, loss, dpo.pair_count,
-                      log_probs, fits=fits)
-    found["losses"] = [line["loss"] for line in lines]
-    models.save(whole, model, encoder, out)
-    found["after"] = log_probs(models.read_model(out, device=device), texts).tolist()
-    found["backends"] = self_check.select_backends(models.read_model(out, torch.bfloat16, device), encoder)
-    return found
-
-
-PARTS = """
-import json, sys, test_gpu
-for folder, out in zip(sys.argv[1::2], sys.argv[2::2]):
-    print("found", json.dumps(test_gpu.parts("cuda:0", folder, out)))
-"""
-
-
-def test_a_card_gives_what_the_cpu_gives(guard, qwen3, tmp_path):
-    """Replies with both backends, passes in fp32 and bf16, two steps, save, self-check."""
-    said = on_card(guard, PARTS, TINY, tmp_path / "tiny", qwen3, tmp_path / "qwen3")
-    on = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("found ")]
-    for n, (model, found) in enumerate(zip((TINY, qwen3), on, strict=True)):
-        wanted = parts("cpu", model, tmp_path / f"cpu{n}")
-        assert (found.pop("devices"), wanted.pop("devices")) == (["cuda"], ["cpu"])
-        assert wanted.pop("backends") == dict(replies="kv_cache", passes=["prefix_sharing", "padded"])
-        assert found.pop("backends") == dict(replies="kv_cache", passes=["padded"])
-        assert found.pop("ids") == wanted.pop("ids")
-        for name, tolerance in (("half", 0.1), ("half_gradient", 0.05 * wanted["half_gradient"])):
-            assert found.pop(name) == pytest.approx(wanted.pop(name), abs=tolerance)
-        for values, expected in zip(found.pop("sampled"), wanted.pop("sampled"), strict=True):
-            assert values == pytest.approx(expected, abs=1e-3)
-        for name, values in wanted.items():
-            assert found[name] == pytest.approx(values, abs=1e-3), name
 
 
 MIXED = """
@@ -166,11 +91,12 @@ for mix in (lambda: on_card + torch.ones(3), lambda: torch.nn.functional.linear(
         print("same device" in str(error))
 
 encoder = Encoder(transformers.AutoTokenizer.from_pretrained(sys.argv[1]))
-sampler = Sampler(0.7, (*encoder.sampler().suppressed_ids, encoder.end_of_turn))  # replies go on
+sampler = Sampler(0.7, (*encoder.sampler().suppressed_ids, encoder.end_of_turn))  # no early ends
 for folder in sys.argv[1:]:
     model = models.read_model(folder, torch.bfloat16, torch.device("cuda", 0)).eval()
+    test_gpu.played(model, encoder, sampler, "batched", 3)
     found = []
-    for tokens in 3, 2, 3:  # the first time something may be made
+    for tokens in 3, 2, 3:  # the first time includes a warm-up
         pretend_gpu.waits.clear()
         test_gpu.played(model, encoder, sampler, "kv_cache", tokens)
         found.append(sum(pretend_gpu.waits.values()))
@@ -178,8 +104,8 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_no_operation_mixes_devices_and_the_host_waits_once_a_token(guard, qwen3):
-    """A decode step has a single host-device synchronisation, in which the host gets the token."""
+def test_no_operation_mixes_devices_and_a_decode_step_has_one_synchronisation(guard, qwen3):
+    """In it, the host gets the sampled token."""
     said = on_card(guard, MIXED, TINY, qwen3).splitlines()
     assert said[:4] == ["6.0 [3.0, 3.0, 3.0]", "True", "True", "True"]
     assert list(map(float, said[4:])) == [1, 1]  # for the token itself
@@ -192,7 +118,7 @@ from engine.run import Run
 class Paid(Run):
     def play(self, *what):
         played = super().play(*what)
-        for n, t in enumerate(played):  # else a model of random weights would learn nothing
+        for n, t in enumerate(played):  # otherwise all rewards and advantages would be 0
             t.reward = float(n % 2)
         return played
 seen = set()
@@ -206,10 +132,9 @@ print(sorted(seen))
 """
 
 
-def test_a_run_on_a_card(guard, qwen3, tmp_path):
-    """SFT and GRPO in bf16 with recomputed layers, as any model but tiny does there: passes that
-    train are of fp32 weights under autocast, and a copy of the model plays. The first loss of SFT,
-    of the same experts, is the CPU's."""
+def test_a_run_on_a_gpu_trains_fp32_weights_under_autocast(guard, qwen3, tmp_path):
+    """SFT and GRPO with gradient checkpointing and an inference copy. The first step of SFT has the
+    loss and the gradient norm of a CPU."""
     flags = dict(view="short", train_tasks=2, eval_splits="validation", eval_tasks=1, sft_epochs=1,
                  max_tokens=420, max_new_tokens=6, model=str(qwen3))
     more = dict(start_from="train", grpo_steps=1, step_tasks=2, step_rollouts=2)
@@ -223,22 +148,24 @@ def test_a_run_on_a_card(guard, qwen3, tmp_path):
     run = Run(coevolve.Settings(method="sft", out=str(tmp_path / "cpu"), **flags),
               environment("webshop")())
     coevolve.coevolve(run)
-    assert phases["sft-target"]["first_loss"] == pytest.approx(
-        run.done["sft-target"]["first_loss"], rel=0.01)
+    card, cpu = (read_jsonl(tmp_path / name / "sft-target/train.jsonl")[0] for name in ("card", "cpu"))
+    assert card["loss"] == pytest.approx(cpu["loss"], rel=0.01)
+    assert card["norm"] == pytest.approx(cpu["norm"], rel=0.05)
+    backends = dict(replies="kv_cache", passes=["padded"])
+    assert read_json(tmp_path / "card/config.json")["backends"] == backends
 
 
-# ------------------------------------------------------------------------- without any card
+# ---------------------------------------------------------------------------- on the CPU itself
 
 
 @pytest.mark.parametrize("given, expected", [
     ({}, "expandable_segments:True"),
     (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), "max_split_size_mb:64"),
     (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), None)])
-def test_how_a_card_is_used(given, expected, monkeypatch):
-    """Memory is taken in segments that grow, unless the user has said otherwise; cuDNN plans no
-    attention, since most passes have a new shape; and fp32 is fp32."""
+def test_options_of_cuda(given, expected, monkeypatch):
+    """Expandable segments unless the user gives another value, no cuDNN attention, and no TF32."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")  # which is put back afterwards
+        monkeypatch.setenv(name, "")  # so that the old value is restored afterwards
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -250,63 +177,53 @@ def test_how_a_card_is_used(given, expected, monkeypatch):
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_passes_are_filled_with_the_longest_first():
-    """By hand: two of 5 and 4 cost 10; a third one would make it 15."""
+def test_forward_passes_are_filled_with_the_longest_first():
+    """By hand: 5 and 4 tokens cost 10 with padding; a third one would make it 15."""
     assert batch_by_length([2, 5, 1, 4], 10) == [[1, 3], [0, 2]]
-    assert batch_by_length([2, 5, 1, 4], 3) == [[1], [3], [0], [2]]  # none is too long to be read
+    assert batch_by_length([2, 5, 1, 4], 3) == [[1], [3], [0], [2]]  # longer ones are alone
     assert schedule_rounds([2, 5, 1, 4], 10, 1) == [[[1, 3]], [[0, 2]]]
 
 
-def test_ranks_hardly_idle():
-    """Each trajectory is in one pass. Of lengths as in a shop, lognormal, more than 0.78 of the
-    time of eight ranks goes into own tokens, if a round lasts as long as its most costly pass, and
-    a pass costs what its longest trajectory does, times all."""
-    rng = random.Random(3)
-    own = time = 0
-    for _ in range(20):
-        lengths = [int(rng.lognormvariate(math.log(1850), 0.35)) for _ in range(24)]
-        rounds = schedule_rounds(lengths, 8192, 8)
-        dealt = sum([places for passes in rounds for places in passes], [])
-        assert sorted(dealt) == list(range(24))
-        own += sum(lengths)
-        for passes in rounds:
-            costs = [len(places) * max(lengths[place] for place in places) for places in passes]
-            assert len(passes) <= 8 and max(costs) <= 8192
-            time += 8 * max(costs)
-    assert own / time > 0.78
-
-
 def batch_of(*lengths):
-    """Tasks with a trajectory each, of so many tokens."""
+    """Returns tasks with one trajectory each, of these lengths."""
     return [Group([Trajectory(task=str(n), ids=[0] * length)]) for n, length in enumerate(lengths)]
 
 
-def test_micro_batches_fill_one_pass_of_each_rank():
-    """By hand, with passes of 10 tokens: 8 and 5 + 5 are two passes, though three rows of 8 have 24
-    tokens. On one rank 8 and 5 are padded to 16."""
+def test_micro_batches_fill_one_forward_pass_of_each_rank():
+    """By hand, with at most 10 tokens: 8 and 5 + 5 are two forward passes, though three rows of 8
+    have 24 tokens. On one rank 8 and 5 are padded to 16. Of random lengths, each trajectory is in
+    one forward pass, no rank holds more than 8,192 tokens, and ranks are hardly idle."""
     parts = [[len(groups) for groups in dpo.micro_batches(
         batch_of(5, 8, 5), partial(fits_in_round, tokens=10, ranks=ranks))] for ranks in (1, 2, 3)]
     assert parts == [[1, 2], [3], [3]]
     rng = random.Random(5)
-    for _ in range(20):  # a rank never keeps more than a pass
+    own = time = 0
+    for _ in range(20):
         batch = batch_of(*(int(rng.lognormvariate(math.log(1850), 0.5)) for _ in range(60)))
         for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
             lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
-            kept = [0] * 8
-            for passes in schedule_rounds(lengths, 8192, 8):
-                for rank, places in enumerate(passes):
-                    kept[rank] += len(places) * max(lengths[place] for place in places)
-            assert max(kept) <= max(8192, *lengths)
+            rounds = schedule_rounds(lengths, 8192, 8)
+            dealt = [index for passes in rounds for indices in passes for index in indices]
+            assert sorted(dealt) == [*range(len(lengths))]
+            held = [0] * 8
+            for passes in rounds:
+                costs = [len(indices) * max(lengths[n] for n in indices) for indices in passes]
+                for rank, cost in enumerate(costs):
+                    held[rank] += cost
+                time += 8 * max(costs)
+            assert max(held) <= max(8192, *lengths)
+            own += sum(lengths)
+    assert own / time > 0.78
 
 
-# Norms that are one kernel each.
+# Fused norms.
 
 
 @pytest.mark.parametrize("family, norms", [
     ("llama", 5), ("qwen3", 9), ("phi3", 5), ("olmo2", 9), ("gemma3_text", 0), ("gpt_neox", 0)])
 def test_fused_norms_change_neither_logits_nor_gradients(family, norms):
-    """The models have two layers. Gemma multiplies by 1 + weight, and GPT-NeoX has LayerNorm: both
-    keep their norms."""
+    """The models have two layers. Gemma multiplies by 1 + weight, and GPT-NeoX has LayerNorm, so
+    both keep their norms."""
     model = tiny_model(family)
     ids = torch.randint(2, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -339,13 +256,13 @@ def test_a_fused_norm_gives_what_the_norm_gives(kind, eps, scale, dtype, x_dtype
 
 
 class OutsideRMSNorm(LlamaRMSNorm):
-    """It adds eps to the root, which shows in small inputs alone."""
+    """A norm that adds eps to the root, which changes only small inputs."""
 
     def forward(self, x):
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon) * self.weight
 
 
-def test_a_norm_that_computes_something_else_stays():
+def test_a_norm_with_another_formula_is_not_fused():
     assert models.fuse_norms(torch.nn.Sequential(OutsideRMSNorm(64, 1e-6))) == 0
 
 
@@ -353,7 +270,7 @@ def test_a_norm_that_computes_something_else_stays():
 
 
 def test_models_that_are_loaded_later_share_the_graphs_of_compiled_layers(tmp_path, monkeypatch):
-    """Two kinds of passes, with and without gradients; no model after the first compiles any."""
+    """With and without gradients. Only the first model compiles."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     tiny_model("llama").save_pretrained(tmp_path)
     groups = batch_of(20, 31, 12)
@@ -394,12 +311,12 @@ def test_without_a_compiler_layers_are_not_compiled(monkeypatch, capfd):
     assert not models.compiles(one, model)
 
 
-# What trained is gone before a model is read to play.
+# The memory of a trained model is freed.
 
 
 def held_when_a_model_is_read(accelerator, folder, shard):
-    """Trains a model as a phase does, and reads one that plays: whether weights and layers of the
-    first are still held when the second is read."""
+    """Trains a model, then loads another one. Returns if weights and layers of the first one still
+    exist at that time."""
     held, plain = [], models.read
 
     def reading(*what, **options):
@@ -412,7 +329,7 @@ def held_when_a_model_is_read(accelerator, folder, shard):
         list(dpo.train(model, dpo.adamw(model), [batch], [1e-5], dpo.sft_loss, dpo.action_count))
         return [weakref.ref(model), weakref.ref(next(models.layers(model)[0].parameters()))]
 
-    gc.disable()  # so that it is not freed by chance
+    gc.disable()  # only reference counts may free it
     things = phase()
     models.read = reading
     models.read_model(folder)
@@ -422,7 +339,7 @@ def held_when_a_model_is_read(accelerator, folder, shard):
 
 
 def sharded_among_pretended_ranks(accelerator, folder):
-    """The same in a process that believes to be the first of eight."""
+    """Does the same as the first rank of a fake process group of eight."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -430,7 +347,7 @@ def sharded_among_pretended_ranks(accelerator, folder):
     return held_when_a_model_is_read(accelerator, folder, True)
 
 
-def test_what_trained_is_gone_before_a_model_that_plays_is_read(tmp_path):
+def test_a_trained_model_is_freed_before_the_next_model_is_loaded(tmp_path):
     make_model(50, seed=0, dtype=torch.float32).save_pretrained(tmp_path)
     assert in_ranks(1, held_when_a_model_is_read, tmp_path, False) == [False, False]
     assert in_ranks(1, sharded_among_pretended_ranks, tmp_path) == [False, False]

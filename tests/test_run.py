@@ -1,4 +1,4 @@
-"""A run's folder and command line: what is done once, what is done again, and how a run ends."""
+"""A run's folder and command line: skipped and repeated phases, resuming, errors and flags."""
 
 import math
 import os
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, TOY, Toy, ended, fork, kills_until_it_ends, program, wait_until
+from conftest import ROOT, TOY, Toy, ended, fork, in_toy, kills_until_it_ends, program, wait_until
 from safetensors.torch import load_file, save_file
 
 import coevolve
@@ -28,12 +27,9 @@ from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import UsageError, parse
 from engine import branch, code, command, models, run, tracking
-from engine.console import counted
 from engine.records import write
 from environments import environment
 from envs import EnvError
-from lab import __main__ as whole_program
-from lab.page import page
 
 KILLED_RUNS = int(os.environ.get("KILLED_RUNS", 1))
 FF = "failure>failure"
@@ -42,12 +38,12 @@ SFT = ("--method", "sft", "--eval-tasks", 1)  # the shortest run
 
 
 def made(folder) -> list[str]:
-    """The outputs that were made in a folder, in order, by all of its processes."""
+    """Returns the outputs that all processes have made in a folder, in order."""
     return [row["phase"] for row in read_jsonl(folder / "metrics.jsonl") if row["event"] == "phase"]
 
 
 def contents(folder) -> tuple[dict, dict]:
-    """The files of a run that its phases made, and what is recorded of these, but for the time."""
+    """Returns the files made by the phases of a run, and their records without the time."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -58,18 +54,18 @@ def contents(folder) -> tuple[dict, dict]:
 
 
 def refusal(start, *arguments) -> str:
-    """The line with which a run ends that start(*arguments) starts."""
+    """Returns the error line of the run that start(*arguments) starts."""
     with pytest.raises(SystemExit) as refused:
         start(*arguments)
     line = refused.value.code
-    del refused  # which holds the frames of the run, and with them the lock of its folder
+    del refused  # its frames hold the lock of the run's folder
     return line
 
 
 @pytest.fixture
 def again(toy, small_model, tmp_path, monkeypatch):
-    """again(change, *flags) -> which outputs are made again once change(folder) was done to a copy
-    of the run in the toy, which is in tmp_path/run."""
+    """again(change, *flags) -> the outputs that are made again after change(folder) of a copy of
+    the toy run in tmp_path/run."""
     out = tmp_path / "run"
     shutil.copytree(toy[0], out)
     monkeypatch.setattr(run, "make", lambda *_, **__: Toy())
@@ -83,11 +79,11 @@ def again(toy, small_model, tmp_path, monkeypatch):
     return start
 
 
-# ----------------------------------------------------------------------------- once, or once more
+# ------------------------------------------------------------------------ skipped and repeated phases
 
 
-def test_a_phase_is_done_again_exactly_if_what_it_is_made_from_differs(small_model, tmp_path):
-    """Phase, parameters, bytes of files, agents, tokenizer; no times and no names of files."""
+def test_a_phase_runs_again_exactly_if_its_inputs_differ(small_model, tmp_path):
+    """Inputs are the phase, values, content of files, agents and tokenizer, not times or names."""
     given = tmp_path / "given"
     given.write_text("a")
     s = coevolve.Settings(model=str(small_model), out=str(tmp_path / "run"), max_tokens=99)
@@ -107,7 +103,7 @@ def test_a_phase_is_done_again_exactly_if_what_it_is_made_from_differs(small_mod
         return {}
 
     def process(phase=copy, inputs=(given,), fingerprint="", n=1):
-        """What one process does: a file, an agent of it, and a file of both."""
+        """Runs three phases: a file, an agent made of it, and a file made of both."""
         r = run.Run(s, environment("webshop")())
         r.fingerprint += fingerprint
         done.clear()
@@ -122,7 +118,7 @@ def test_a_phase_is_done_again_exactly_if_what_it_is_made_from_differs(small_mod
     assert process() == []
     os.utime(given, (1, 1))
     assert process() == []
-    assert process(n=3) == ["first.jsonl"]  # whose bytes are the same ones
+    assert process(n=3) == ["first.jsonl"]  # with the same content
     assert process(other, n=3) == ["first.jsonl"]
     now = dict(phase=other, inputs=(given, given), n=3)
     assert process(**now) == ["first.jsonl"]
@@ -143,8 +139,7 @@ def without_failures(out):
 
 
 def shorter(out):
-    """As somebody leaves it who copies a folder: its records are still of what is gone, and of what
-    nobody asks for."""
+    """Deletes outputs but not their records, and adds a record that no phase uses."""
     shutil.rmtree(out / "iter1")
     phases = read_json(out / "phases.json")
     write_json(out / "phases.json", phases | dict(lock=phases["experts.jsonl"]))
@@ -152,7 +147,7 @@ def shorter(out):
 
 @pytest.mark.parametrize("change, expected", [
     (lambda out: (out / "iter1/target.jsonl").unlink(), {"iter1/target.jsonl"}),
-    # An agent that is gone comes back as it was, so that what followed from it stands.
+    # The agent is made again as it was, so later outputs stay valid.
     (lambda out: shutil.rmtree(out / "sft-target"), {"sft-target"}),
     (shorter, {f"iter1/{name}" for name in (
         "target.jsonl", "failure.jsonl", "pairs-target.jsonl", "pairs-failure.jsonl",
@@ -162,23 +157,23 @@ def test_what_was_deleted_is_made_again_as_it_was(change, expected, again, toy, 
     assert contents(tmp_path / "run") == contents(toy[0])
 
 
-def test_an_edited_file_makes_what_follows_from_it_anew(again, toy, tmp_path):
+def test_phases_after_an_edited_file_run_again(again, toy, tmp_path):
     follows = {"iter1/target-agent", "eval-1-target-test.jsonl"}
     assert again(without_failures) == follows
     [line] = read_jsonl(tmp_path / "run/iter1/target-agent/train.jsonl")
     assert {*line["kinds"]} == {"expert>target", "expert>failure"}
     edited = [name for name, row in read_json(tmp_path / "run/phases.json").items() if "edited" in row]
     assert edited == ["iter1/pairs-target.jsonl"]
-    # The edit undone, all is as it was.
+    # Undo the edit.
     name = "iter1/pairs-target.jsonl"
     assert again(lambda out: shutil.copy(toy[0] / name, out / name)) == follows
     assert contents(tmp_path / "run") == contents(toy[0])
 
 
-def test_another_base_is_trained_from_anew(toy_run, small_model, tmp_path):
-    """Also if its files are as large as before; the experts' ids are those of its tokenizer."""
+def test_agents_of_another_base_are_trained_again(toy_run, small_model, tmp_path):
+    """Also if its files have the same size. The tokenizer is the same, so the experts stay."""
     base = shutil.copytree(small_model, tmp_path / "base")
-    (base / ".cache").mkdir()  # as the hub's client leaves one
+    (base / ".cache").mkdir()  # made by the client of the Hugging Face Hub
     out = toy_run("--model", base, *SFT)
     first = made(out)
     weights = load_file(base / "model.safetensors")
@@ -188,9 +183,9 @@ def test_another_base_is_trained_from_anew(toy_run, small_model, tmp_path):
     assert made(out)[len(first):] == first[1:]
 
 
-def test_a_base_on_the_hub_is_known_by_its_commit(toy_run, small_model, tmp_path, monkeypatch):
-    """A moved revision is trained on anew, and no process mixes two. No hub is needed for what is
-    in its cache."""
+def test_a_base_on_the_hub_is_identified_by_its_commit(toy_run, small_model, tmp_path, monkeypatch):
+    """After a new commit, agents are trained again. A process uses one commit. Without a network,
+    the cache suffices."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     cache = tmp_path / "models--x--y"
@@ -206,24 +201,21 @@ def test_a_base_on_the_hub_is_known_by_its_commit(toy_run, small_model, tmp_path
     move("a", 0)
     out = toy_run("--model", "x/y", *SFT)
     first = made(out)
-    losses = [read_jsonl(out / "sft-target/train.jsonl")[0]["loss"]]
+    loss = read_jsonl(out / "sft-target/train.jsonl")[0]["loss"]
     toy_run("--model", "x/y", *SFT)
     assert made(out) == first
     move("b", 1)
-    toy_run("--model", "x/y", *SFT)  # the same process reads what it has begun with
+    toy_run("--model", "x/y", *SFT)  # the same process keeps the first commit
     assert made(out) == first
     models.commit_of.cache_clear()
     toy_run("--model", "x/y", *SFT)
     assert made(out)[len(first):] == first[1:]
-    fresh = tmp_path / "fresh"
-    toy_run("--model", cache / "snapshots" / ("b" * 40), "--out", fresh, *SFT)
-    losses += [read_jsonl(folder / "sft-target/train.jsonl")[0]["loss"] for folder in (out, fresh)]
-    assert losses[0] != losses[1] == losses[2]
+    assert read_jsonl(out / "sft-target/train.jsonl")[0]["loss"] != loss
     models.commit_of.cache_clear()
 
 
-def test_a_run_grows_by_iterations_and_its_log_and_trackers_go_on(toy_run, monkeypatch):
-    seen = {}  # what a tracker gets: step -> numbers
+def test_more_iterations_continue_a_run_its_log_and_its_trackers(toy_run, monkeypatch):
+    seen = {}  # logged by the tracker: step -> numbers
     monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.update({step: numbers}))
     flags = ("--method", "eto", "--eval-tasks", 2)
     out = toy_run(*flags)
@@ -243,7 +235,7 @@ def test_a_run_grows_by_iterations_and_its_log_and_trackers_go_on(toy_run, monke
     assert seen[len(lines)]["evaluate/target/test/reward"] == lines[-1]["reward"]
 
 
-def test_trackers_get_the_names_that_people_know_as_every_tracker_accepts_them(
+def test_trackers_get_the_usual_names_in_a_form_that_every_tracker_accepts(
         toy_run, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.append(numbers))
@@ -259,7 +251,7 @@ def test_trackers_get_the_names_that_people_know_as_every_tracker_accepts_them(
         assert numbers[f"{prefix}{name}/expert_over_failure"] == row[own]
     assert row["reward_chosen"] - row["reward_rejected"] == pytest.approx(row["margin"])
 
-    # An agent's name may come from a file. Two names stay two, and MLflow's rules hold.
+    # An agent's name may come from a file. Different names stay different, by MLflow's rules.
     names = ["a>b", "a b", "агент", "мышка", "..", ".", "", "a/../b", "a//b", "a~%", "x" * 400]
     given = [f"iter1/{quote(name, safe=' ')}" for name in names]
     given += [f"iter1/target-agent/rewards/margins/expert>{name}" for name in names]
@@ -272,22 +264,15 @@ def test_trackers_get_the_names_that_people_know_as_every_tracker_accepts_them(
 
 @pytest.fixture
 def bare(small_model, tmp_path):
-    """A run in which phases of a test's own are done."""
+    """A run without outputs, for phases of the test."""
     s = coevolve.Settings(model=str(small_model), out=str(tmp_path / "run"), max_tokens=99)
     return run.Run(s, environment("webshop")())
 
 
 def text(r, out, *inputs, found=(), **values):
-    """A phase that writes a file and returns what it is given."""
+    """A phase that writes a file and returns `found`."""
     out.write_text("text")
     return dict(found)
-
-
-def test_a_phase_may_return_numbers_of_numpy_and_torch(bare):
-    found = dict(a=np.float32(0.5), b=np.int64(3), c=torch.tensor(2.0), d=[np.bool_(True)])
-    bare.once("a.jsonl", lambda r, out: text(r, out, found=found))
-    row = read_json(bare.folder / "phases.json")["a.jsonl"]
-    assert {name: row[name] for name in found} == dict(a=0.5, b=3, c=2.0, d=[True])
 
 
 @pytest.mark.parametrize("phase, inputs, values, says", [
@@ -298,7 +283,7 @@ def test_a_phase_may_return_numbers_of_numpy_and_torch(bare):
     (lambda r, out: text(r, out, found=dict(bad=np.arange(3))), (), {}, "bad: array([0, 1, 2]) is"),
     (text, ("a name",), {}, "the input 'a name' is no path; give files first"),
     (text, (), dict(agent=Path("a")), "agent: PosixPath('a') is no number")])
-def test_a_mistake_of_a_phase_is_one_line_that_names_it(phase, inputs, values, says, bare):
+def test_an_invalid_phase_is_refused_by_name(phase, inputs, values, says, bare):
     with pytest.raises(UsageError) as error:
         bare.once("a.jsonl", phase, *inputs, **values)
     assert str(error.value).startswith(f"{phase.__name__}, for the output a.jsonl: {says}")
@@ -312,7 +297,7 @@ def test_an_output_is_made_once_in_a_process(bare):
 
 
 def test_two_trajectories_of_one_name_are_refused_when_the_second_is_written(bare):
-    """Also if an earlier process has written the first; those of one text are one."""
+    """Also if an earlier process has written the first. With equal ids, they are allowed."""
     def play(*ids):
         t = dpo.Trajectory("a", "target", 1, ids=[*ids], action_mask=[1] * len(ids))
         return lambda r, out: write(r, out, [t]) or {}
@@ -325,7 +310,7 @@ def test_two_trajectories_of_one_name_are_refused_when_the_second_is_written(bar
         bare.once("c.jsonl", play(1, 3))
 
 
-def test_changed_code_is_recorded_once_a_phase_has_used_it(again, toy, tmp_path, monkeypatch, capsys):
+def test_changed_code_is_recorded_after_a_phase_has_used_it(again, toy, tmp_path, monkeypatch, capsys):
     now = code.code_now()
     other = now | dict(files=now["files"] | {"dpo.py": "0" * 40})
     config = tmp_path / "run/config.json"
@@ -334,14 +319,14 @@ def test_changed_code_is_recorded_once_a_phase_has_used_it(again, toy, tmp_path,
     assert again() == set()
     said = capsys.readouterr().out
     assert said.count("the code has changed") == 1 and "has changed since: dpo.py\n" in said
-    assert read_json(config)["code"] == now  # which has made all that is there
+    assert read_json(config)["code"] == now  # it has made all outputs
     assert again(lambda out: (out / "eval-1-target-test.jsonl").unlink())
     assert read_json(config)["code"] == other
 
 
 def test_the_files_that_differ_between_two_records_of_code(tmp_path, monkeypatch):
-    """Of a copy without git every file is recorded; in a repository those that differ from its
-    commit, also deleted and new ones. Which files differ does not depend on how it was recorded."""
+    """Without git every file is recorded. In a repository, the files that differ from the commit
+    are recorded, also deleted and new ones. Both kinds of records can be compared."""
     monkeypatch.setattr(code, "ROOT", tmp_path)
     for name in "coevolve.py", "dpo.py", "envs.py":
         (tmp_path / name).write_text(name)
@@ -362,10 +347,7 @@ def test_the_files_that_differ_between_two_records_of_code(tmp_path, monkeypatch
     (tmp_path / "envs.py").unlink()
     changed = code.code_now()
     assert code.code_differences(first, changed) == ["dpo.py", "envs.py", "own.py"]
-    git("add", ".")
-    git("commit", "-m", "b")
-    assert code.code_differences(changed, code.code_now()) == []
-    assert code.code_differences(plain, code.code_now()) == ["dpo.py", "envs.py", "own.py"]
+    assert code.code_differences(plain, changed) == ["dpo.py", "envs.py", "own.py"]
     unknown = dict(commit="f" * 40, files={})
     assert "has no commit fff" in code.code_differences(first, unknown)[0]
 
@@ -374,7 +356,7 @@ def test_the_files_that_differ_between_two_records_of_code(tmp_path, monkeypatch
 
 
 def line_of(name, **changed):
-    """A change of a run's folder that edits the second line of a file."""
+    """Returns a function that edits the second line of a file in a run's folder."""
     def edit(out):
         rows = read_jsonl(out / name)
         row = {key: changed.get(key, value) for key, value in rows[1].items()}
@@ -411,27 +393,21 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
     (PAIRS, dict(chosen=SIDE | dict(rollout=7)), "rollout 7, but the run has no such trajectory"),
     (PAIRS, dict(chosen=dict(agent="target")), "'iteration' is missing"),
     (PAIRS, dict(kind="deleted"), "'kind' is missing")])
-def test_an_edit_that_cannot_be_used_is_refused_with_file_and_line(
+def test_an_invalid_edit_is_refused_with_file_and_line(
         name, changed, says, again, tmp_path):
     line = refusal(again, line_of(name, **changed))
     assert line.startswith(f"{tmp_path / 'run' / name}, line 2: ") and says in line
 
 
-def test_an_expert_without_action_tokens_is_refused_in_a_line(again):
-    def edit(out):
-        rows = read_jsonl(out / "experts.jsonl")
-        rows[1]["action_mask"] = [0] * len(rows[1]["ids"])
-        write_jsonl(out / "experts.jsonl", rows)
-
-    assert "has no action tokens to train on; leave it out" in refusal(again, edit)
 
 
 # --------------------------------------------------------------------------------------- a branch
 
 
-def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
+def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
         toy_run, toy, tmp_path, capsys):
-    flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl", "--d-tgt-failures", "none")
+    own = ("--d-tgt-failures", "none", "--seed", 5)
+    flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl", *own)
     out = toy_run(*flags)
     said = capsys.readouterr().out
     before, after = read_json(toy[0] / "phases.json"), read_json(out / "phases.json")
@@ -440,13 +416,14 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
     for name in taken:
         assert after[name] == before[name]
         assert (out / name).is_dir() or (out / name).read_bytes() == (toy[0] / name).read_bytes()
-    # Weights, which nobody edits, are there once.
+    # Weights are hard links.
     for name, alike in [("sft-target/model.safetensors", True), ("experts.jsonl", False)]:
         assert (out / name).samefile(toy[0] / name) == alike
     assert FF not in after["iter1/pairs-target.jsonl"]["pairs"]
-    # What differs is said, and stands in config.json.
+    # The differences are printed and recorded.
     differs = "d_tgt_failures (cross -> none)"
     assert f"other settings: {differs}; other code: none\n" in said
+    assert "outputs were made with another seed (0 -> 5); `compare` will not pair" in said
     assert read_json(out / "config.json")["branch"] == dict(
         run=str(toy[0]), output="iter1/pairs-target.jsonl", seed=0, settings=[differs], code=[])
 
@@ -455,7 +432,7 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
     toy_run(*flags)
     assert len(made(out)) == count
     other = ("--out", tmp_path / "other", "--branch", f"{out}@iter1/target-agent")
-    toy_run(*other, "--d-tgt-failures", "none")
+    toy_run(*other, *own)
     assert contents(tmp_path / "other")[0] == contents(out)[0]
 
 
@@ -464,7 +441,7 @@ def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
     ("RUN", "run: give RUN@OUTPUT, where"), ("iter1/target.jsonl", "jsonl: give RUN@OUTPUT,"),
     ("RUN@iter9/target.jsonl", "the run has no output 'iter9/target.jsonl'; choose from: experts.jsonl, "),
     ("RUN@eval-1-target-test.jsonl", "run/iter1/target.jsonl does not exist any more")])
-def test_a_branch_of_what_is_not_there_is_refused(branch, says, again, toy_run, tmp_path):
+def test_a_branch_of_a_missing_run_or_output_is_refused(branch, says, again, toy_run, tmp_path):
     (tmp_path / "run/iter1/target.jsonl").unlink()
     branch = branch.replace("RUN", str(tmp_path / "run"))
     assert says in refusal(toy_run, "--out", tmp_path / "new", "--branch", branch)
@@ -474,7 +451,7 @@ def test_a_branch_of_what_is_not_there_is_refused(branch, says, again, toy_run, 
 
 
 @pytest.mark.parametrize("name", ["experts.jsonl", "sft-target", ""])
-def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
+def test_a_folder_without_a_config_is_refused_and_stays_as_it_is(name, toy_run, tmp_path):
     mine = tmp_path / "run" / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
@@ -505,7 +482,7 @@ def test_a_branch_of_a_run_in_another_setting_is_refused(flags, says, toy_run, t
 
 @pytest.mark.parametrize("name", ["../mine", "/mine", ".", "iter1/../../mine"])
 def test_a_branch_writes_only_below_out(name, again, toy_run, tmp_path):
-    """Whatever a damaged phases.json names; what is there stays."""
+    """Also if phases.json is damaged. Other files stay."""
     name = name.replace("/mine", str(tmp_path / "mine")) if name == "/mine" else name
     (tmp_path / "mine").mkdir()
     phases = tmp_path / "run/phases.json"
@@ -516,20 +493,7 @@ def test_a_branch_writes_only_below_out(name, again, toy_run, tmp_path):
     assert (tmp_path / "new/run/lock").exists()
 
 
-def test_a_branch_says_which_seed_and_settings_it_changes(toy_run, toy, tmp_path, capsys):
-    config = tmp_path / "other/config.json"
-    shutil.copytree(toy[0], config.parent)
-    settings = read_json(config)["settings"]
-    del settings["cut_turns"]
-    write_json(config, read_json(config) | dict(settings=settings | dict(mine=3)))
-    out = toy_run("--branch", f"{config.parent}@iter1/target-agent", "--seed", 5)
-    said = capsys.readouterr().out
-    assert "other settings: cut_turns (- -> 5), mine (3 -> -); " in said
-    assert "outputs were made with another seed (0 -> 5); `compare` will not pair" in said
-    assert read_json(out / "config.json")["branch"]["seed"] == 0
-
-
-def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monkeypatch):
+def test_a_branch_that_was_stopped_while_copying_starts_again(toy_run, toy, monkeypatch):
     copy = branch.copy
 
     def stopped(source, target):
@@ -545,15 +509,9 @@ def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monke
     assert contents(toy_run(*flags))[0] == contents(toy[0])[0]
 
 
-def test_a_run_whose_config_is_gone_is_none(again):
-    """Else what other settings have made would pass for what these make."""
-    line = refusal(again, lambda out: (out / "config.json").unlink(), "--dpo-lr", 0.5)
-    assert "but no config.json of a run; give another folder" in line
-
-
 def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
     def hold():
-        held = files.lock(tmp_path / "run")  # for as long as it lives
+        held = files.lock(tmp_path / "run")  # until the process ends
         (tmp_path / "held").touch()
         time.sleep(600)
         held.release()
@@ -564,11 +522,11 @@ def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
     os.kill(holder, signal.SIGKILL)
     assert ended(holder) == -signal.SIGKILL
     assert f"--out {tmp_path / 'run'}: another process is running in this folder" in line
-    assert again(lambda out: None, "--slots", 2, "--tokens-per-forward", 99) == set()  # are free
+    assert again(lambda out: None, "--slots", 2, "--tokens-per-forward", 99) == set()  # free settings
 
 
 def test_an_agent_of_the_run_that_is_damaged_has_its_own_remedy(again, tmp_path):
-    """It is read where what follows from it is made again, and comes back once it is deleted."""
+    """The next phase reads it. After it is deleted, it is made again."""
     agent = tmp_path / "run/sft-target"
 
     def cut(out):
@@ -581,26 +539,19 @@ def test_an_agent_of_the_run_that_is_damaged_has_its_own_remedy(again, tmp_path)
     assert again(lambda out: shutil.rmtree(agent)) == {"sft-target", "iter1/target.jsonl"}
 
 
-# ----------------------------------------------------------------------------------- how it ends
-
-
-def in_toy(*flags) -> None:
-    """Does a run in the toy as `python coevolve.py` does it, in a process of its own."""
-    run.make = lambda *_, **__: Toy()
-    command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
-                 "python coevolve.py")
+# ----------------------------------------------------------------------------- the end of a run
 
 
 def process_of(said, *flags) -> int:
-    """The number of a process that does a run in the toy."""
+    """Returns the id of a process that runs the toy."""
     said.unlink(missing_ok=True)
     return fork(lambda: in_toy(*flags), said)
 
 
 @pytest.mark.parametrize("seed", range(KILLED_RUNS))
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_files(
         seed, toy, small_model, tmp_path):
-    """KILLED_RUNS=n tries n runs, each killed at other moments."""
+    """KILLED_RUNS=n tests n runs, which are killed at different moments."""
     out = tmp_path / "run"
     assert kills_until_it_ends(lambda: in_toy("--model", small_model, "--out", out), out,
                                tmp_path / "said", seed)
@@ -608,7 +559,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_stopped_says_so_in_a_line(number, status, small_model, tmp_path):
+def test_a_run_that_is_stopped_prints_one_line(number, status, small_model, tmp_path):
     out, said = tmp_path / "run", tmp_path / "said"
     process = process_of(said, "--model", small_model, "--out", out, "--iterations", 99)
     wait_until((out / "experts.jsonl").exists, "the run's first output")
@@ -625,7 +576,7 @@ def fails_with(error):
     return fail
 
 
-def test_an_error_of_the_users_is_a_line_and_a_bug_a_traceback(small_model, tmp_path, monkeypatch):
+def test_a_usage_error_is_a_line_and_a_bug_a_traceback(small_model, tmp_path, monkeypatch):
     said = tmp_path / "said"
     assert ended(process_of(said, "--beta", -1)) == 2
     assert said.read_text().strip() == "--beta -1.0: must be above 0"
@@ -636,72 +587,35 @@ def test_an_error_of_the_users_is_a_line_and_a_bug_a_traceback(small_model, tmp_
 
 @pytest.mark.parametrize("error, says", [
     (OSError(28, "No space left on device"), f"No space left on device; make room on the disk{RESUME}"),
-    # Of the library that writes tokenizers.
+    # Raised by tokenizers
     (Exception("No space left on device (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),
     (FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
     (torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
     (EnvError("mysql://host is gone"), "mysql://host is gone. Fix this and rerun")])
-def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, monkeypatch):
+def test_an_error_of_the_machine_is_a_line_with_a_remedy(error, says, toy_run, monkeypatch):
     monkeypatch.setattr(models, "save", fails_with(error))
     line = refusal(toy_run, *SFT)
     assert says in line and ("Fix this" in line) == ("Fix this" in says)
 
 
-def test_what_follows_the_last_phase_fails_in_a_line_too(toy_run, monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "make_page", fails_with(OSError(28, "No space left on device")))
-    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
-    assert refusal(toy_run, *SFT).endswith(f"make room on the disk{RESUME}")
-    assert (tmp_path / "run/result.json").exists()
-
-
-def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal(capsys, tmp_path):
-    """With two agents and two splits. What can be pasted works in a folder with spaces."""
-    rows = {f"eval-{i}-{name}-{split}.jsonl": dict(
-        split=split, name=name, episodes=9, reward=0.25 + i / 2, success=i / 4, seconds=50.0)
-        for i in (0, 1) for name in ("target", "failure") for split in ("test", "unseen")}
+def test_the_closing_lines_have_the_result_and_commands_that_can_be_pasted():
+    rows = {f"eval-{i}-target-{split}.jsonl": dict(
+        split=split, name="target", episodes=9, reward=0.25 + i / 2, success=i / 4, seconds=50.0)
+        for i in (0, 1) for split in ("test", "unseen")}
     done = SimpleNamespace(folder=Path("my runs/a"), settings=coevolve.Settings(),
                            done={"iter1/target-agent": dict(seconds=600.4)} | rows)
-    says = command.closing_lines(done, "my runs/a/run.html, 0.4 MB: open it in a browser")
-    assert "\n".join(says).splitlines() == [
-        "", "my runs/a: coevolve on webshop, model tiny, seed 0",
+    assert command.closing_lines(done, "") == [
+        "\nmy runs/a: coevolve on webshop, model tiny, seed 0",
         "target, test: reward 0.250 -> 0.750, success 0% -> 25%; "
         "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
-        "failure, test: reward 0.250 -> 0.750, success 0% -> 25%; "
-        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
-        "1,000 s in all",  # 8 x 50 + 600.4
-        "my runs/a/run.html, 0.4 MB: open it in a browser",
-        "bash run.sh compare 'my runs/a' OTHER_RUN",
+        "800 s in all", "bash run.sh page 'my runs/a'", "bash run.sh compare 'my runs/a' OTHER_RUN",
         "bash run.sh play webshop --agent 'my runs/a'"]
-    assert sum(-(-max(1, len(line)) // 80) for line in "\n".join(says).splitlines()) == 10
-
-
-@pytest.mark.parametrize("n, name, says", [
-    (1, "experts", "1 expert"), (1, "cut_replies", "1 cut reply"), (2, "replies", "2 replies"),
-    (0, "experts", "0 experts"), (1, "not used", "1 not used")])
-def test_a_number_stands_before_its_noun(n, name, says):
-    assert counted(n, name) == says
-
-
-@pytest.mark.parametrize("flags, status", [
-    (("--help", "all"), -signal.SIGPIPE), ((), 128 + signal.SIGPIPE)])
-def test_a_closed_pipe_ends_the_program_without_a_word(flags, status, small_model, tmp_path):
-    """As `| head` closes it; what is written next ends the program."""
-    read, write = os.pipe()
-    os.close(read)
-
-    def to_nobody():
-        sys.stdout = open(write, "w")
-        os.dup2(write, 1)
-        in_toy("--model", small_model, "--out", tmp_path / "run", *flags)
-
-    assert ended(fork(to_nobody, tmp_path / "said")) == status
-    assert (tmp_path / "said").read_text() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_rank_that_waits_says_for_what_and_can_be_stopped(number, small_model, tmp_path):
-    """A cluster job has left its variables in the environment."""
+def test_a_waiting_rank_prints_its_address_and_can_be_stopped(number, small_model, tmp_path):
+    """The environment has variables of a cluster job."""
     said = tmp_path / "said"
     process = fork(lambda: in_toy("--model", small_model, "--out", tmp_path / "run"), said, RANK="2",
                    WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
@@ -713,27 +627,11 @@ def test_a_rank_that_waits_says_for_what_and_can_be_stopped(number, small_model,
 
 @pytest.mark.parametrize("left", [dict(LOCAL_RANK="3"), dict(WORLD_SIZE="4"), dict(
     WORLD_SIZE="four", RANK="1")])
-def test_ranks_that_the_environment_does_not_tell_are_refused(left, small_model, tmp_path):
+def test_incomplete_variables_of_ranks_are_refused(left, small_model, tmp_path):
     said = tmp_path / "said"
     assert ended(fork(lambda: in_toy("--out", tmp_path / "run"), said, **left)) == 2
     assert "unset LOCAL_RANK, RANK and WORLD_SIZE" in said.read_text().splitlines()[-1]
     assert "Traceback" not in said.read_text()
-
-
-def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
-    seen = []  # (output, total, how many tasks it counted)
-
-    class Bar(run.tqdm):
-        def __init__(self, *given, **options):
-            super().__init__(*given, **options | dict(disable=False))
-
-        def close(self):
-            seen.append((self.desc, self.total, self.n))
-            super().close()
-
-    monkeypatch.setattr(run, "tqdm", Bar)
-    toy_run(*SFT)
-    assert seen[0] == ("experts.jsonl", 8, 8)
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -759,7 +657,7 @@ def test_experts_are_collected_with_a_progress_bar(toy_run, monkeypatch):
     ("--track abacus", "--track abacus: "),
     ("--track wandb", f"--track wandb: it is not installed; {sys.executable} -m pip install wandb"),
 ])
-def test_a_flag_that_is_wrong_is_named_with_its_remedy(
+def test_an_invalid_flag_is_refused_with_a_remedy(
         flags, says, small_model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = flags.replace("TINY", str(models.MODELS["tiny"])).replace("SMALL", str(small_model))
@@ -768,43 +666,36 @@ def test_a_flag_that_is_wrong_is_named_with_its_remedy(
 
 @pytest.mark.parametrize("flags, values", [
     ("", dict(train_tasks=100, iterations=3, view="short", lambda_sft=1.0,
-              pair_weights="instruction")),  # of the shop, with tiny
+              pair_weights="instruction")),  # of WebShop, with tiny
     ("--method eto", dict(view="short", lambda_sft=0.0, pair_weights="none")),
     ("--method eto --lambda-sft 0.5", dict(lambda_sft=0.5, pair_weights="none")),
     ("--env intercodesql", dict(iterations=5)),
     ("--quick", dict(train_tasks=60, eval_tasks=60, iterations=2)),
     ("--quick --model x --iterations 2", dict(train_tasks=120, eval_tasks=40, iterations=2,
                                               dpo_epochs=1))])
-def test_presets_replace_defaults_and_what_is_given_replaces_presets(flags, values):
-    """Of a model, an environment, a protocol, a method, and --quick."""
+def test_presets_replace_defaults_and_flags_replace_presets(flags, values):
+    """Presets of a model, an environment, a protocol, a method, and --quick."""
     s, _ = parse(flags.split(), coevolve.Settings, coevolve.METHODS, environment)
     assert {name: getattr(s, name) for name in values} == values
 
 
-def help_of(capsys, *argv):
-    """name of a flag -> its help in one line."""
-    assert not refusal(program, *argv)
-    texts = re.split(r"\n  (?=--)", capsys.readouterr().out)
-    return {text.split()[0]: " ".join(text.split()) for text in texts[1:]}
+def test_help_has_the_settings_of_the_method_with_values_and_sources(capsys):
+    def help_of(*argv):  # flag -> its help
+        assert not refusal(program, *argv)
+        texts = re.split(r"\n  (?=--)", capsys.readouterr().out)
+        return {text.split()[0]: " ".join(text.split()) for text in texts[1:]}
 
-
-def test_help_says_of_each_setting_what_it_is_and_where_its_value_is_from(capsys):
-    every = help_of(capsys, "--env", "intercodesql", "--rollouts", 3, "--help", "all")
+    every = help_of("--env", "intercodesql", "--rollouts", 3, "--help", "all")
     for text in every.values():
         assert re.search(r" [A-Z][^:]{10,}.*: .*default", text), text
-    for name, text in {"--beta": "default 0.1 [App. B; ETO]",
-                       "--iterations": "5 (preset intercodesql; default 3 [App. B; 5 on",
-                       "--rollouts": "3 (given; default 1 [Section 5.2.1])"}.items():
-        assert text in every[name]
-    # Without "all" it lists what matters of what the method reads.
-    some = help_of(capsys, "--method", "eto", "-h")
-    read = help_of(capsys, "--method", "eto", "--help", "all")
-    assert some.keys() < read.keys()
-    assert "--beta" in some and "--d-fail" not in read
+    assert "5 (preset intercodesql; default 3 [App. B; 5 on" in every["--iterations"]
+    assert "3 (given; default 1 [Section 5.2.1])" in every["--rollouts"]
+    some, read = (help_of("--method", "eto", *flags) for flags in (["-h"], ["--help", "all"]))
+    assert some.keys() < read.keys() and "--d-fail" not in read
     assert " 0.0 (preset --method eto; default 0.1 [" in some["--lambda-sft"]
 
 
-# ------------------------------------------------------------------------------ what it is given
+# ---------------------------------------------------------------------------- models and experts
 
 
 def pruned(folder):
@@ -818,7 +709,7 @@ def configured(folder, **values):
 
 
 def with_weights(folder, **more):
-    """Adds weights, whose names have __ in place of dots, to a model that ties its head."""
+    """Ties the head of a model and adds weights. Their names have __ in place of dots."""
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     more = {name.replace("__", "."): value.clone() for name, value in more.items()}
@@ -852,7 +743,7 @@ def in_fp8(folder):
     (lambda f: configured(f, intermediate_size=64), "; give a"),
     (lambda f: configured(f, model_type="t5"), "t5 is not a causal language model of transformers; "),
 ])
-def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
+def test_an_unusable_model_is_refused_by_name(change, says, small_model, tmp_path):
     folder = shutil.copytree(small_model, tmp_path / "model")
     change(folder)
     (folder / "code.py").write_text("raise SystemExit('code of a model is run')")
@@ -861,21 +752,19 @@ def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_heads_that_no_output_depends_on_are_left_out_and_said_once(
+def test_unused_heads_and_output_switches_of_a_base_are_neither_used_nor_saved(
         toy_run, small_model, tmp_path, capfd):
     base = shutil.copytree(small_model, tmp_path / "base")
     with_weights(base, mtp__layers__0__weight=ONES, v_head__summary__weight=ONES,
                  model__layers__0__self_attn__rotary_emb__inv_freq=ONES[0])
-    toy_run(*SFT, "--model", base)
+    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False,
+               temperature=0.5, num_beams=4, max_position_embeddings=255)
+    out = toy_run(*SFT, "--model", base)
     said = capfd.readouterr()
     assert (said.out + said.err).count("2 weights are not used, such as mtp.layers.0.weight; no") == 1
-
-
-def test_switches_of_outputs_in_a_config_neither_act_nor_are_saved(toy_run, small_model, tmp_path):
-    base = shutil.copytree(small_model, tmp_path / "base")
-    configured(base, output_attentions=True, output_hidden_states=True, return_dict=False,
-               temperature=0.5, num_beams=4)
-    out = toy_run(*SFT, "--model", base)
+    assert f"{base} has 255 positions, " in said.out
+    assert len(load_file(out / "sft-target/model.safetensors")) == len(
+        load_file(base / "model.safetensors")) - 3
     saved = read_json(out / "sft-target/config.json")
     assert not saved.get("output_attentions") and not saved.get("output_hidden_states")
     assert saved.get("return_dict", True) and not saved.keys() & {"temperature", "num_beams"}
@@ -887,16 +776,9 @@ def test_what_could_not_be_saved_is_found_before_training(toy_run, tmp_path, mon
     assert not (tmp_path / "run").exists()
 
 
-def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model, tmp_path, capsys):
-    base = shutil.copytree(small_model, tmp_path / "base")
-    configured(base, max_position_embeddings=255)
-    toy_run(*SFT, "--model", base)
-    assert f"{base} has 255 positions, " in capsys.readouterr().out
-
-
 def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_path):
-    """Of several of a task the first with the most reward, kept as it was; those at or below the
-    least reward are left out, and all that are left out are counted."""
+    """Of several of a task, the first with the highest reward stays as it is. Those at or below the
+    minimum reward are dropped, and all dropped ones are counted."""
     [e, *_] = read_jsonl(toy[0] / "experts.jsonl")
     rows = [e | dict(reward=0.7), e | dict(messages=[], ended="context_limit", turns=0)]
     for name, rewards in dict(target=[0.8, 1.0, 0.9], failure=[1.0, 0.8, 0.9]).items():
@@ -905,7 +787,7 @@ def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_pa
     write_jsonl(tmp_path / "e", rows)
     out = toy_run(*SFT, "--experts", tmp_path / "e", "--train-tasks", 4)
     found = read_jsonl(out / "experts.jsonl")
-    # As many tasks as asked for, however many entries; of the first one no expert is left.
+    # --train-tasks counts tasks, not entries. The first task has no expert left.
     assert [row["task"] for row in found] == [row["task"] for row in rows[2:5]]
     for row in found:
         own = [t for t in rows if t["task"] == row["task"]]
@@ -917,11 +799,11 @@ def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_pa
 
 
 class Overlap(Toy):
-    """Three of the eight tasks that are trained on are evaluated, too, by other names."""
+    """Three of the eight training tasks are also evaluation tasks."""
     splits = dict(Toy.splits, test={key: f"toy-train-{key}" for key in ("1", "2", "3")})
 
 
-def test_no_agent_is_trained_on_what_it_is_evaluated_on(toy_run):
+def test_evaluated_tasks_are_not_trained_on(toy_run):
     out = toy_run(*SFT, env=Overlap)
     tasks = {row["task"] for row in read_jsonl(out / "experts.jsonl")}
     assert tasks == {f"toy-train-{n}" for n in (0, 4, 5, 6, 7)}
@@ -930,7 +812,7 @@ def test_no_agent_is_trained_on_what_it_is_evaluated_on(toy_run):
 
 
 def test_an_agent_that_was_trained_on_evaluated_tasks_is_refused(toy, toy_run, tmp_path):
-    """As the run says that it lies in: experts of a file, and tasks that a run has grown from."""
+    """The tasks of a trained agent are in the files of its run: experts, and generated tasks."""
     mine = tmp_path / "mine"
     shutil.copytree(toy[0], mine)
     (mine / "iter2").mkdir()

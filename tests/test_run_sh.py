@@ -1,4 +1,4 @@
-"""run.sh on machines that lack something, made of a copy of the repository and a bare PATH."""
+"""run.sh, in a copy of the repository with a PATH that has only the needed tools."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ OLD = "exit 1"  # an interpreter whose version check fails
 BARE = (f'case $1 in */requirements.py) echo "torch (found none)"; exit 1 ;; esac\n'
         f'exec "{sys.executable}" "$@"')
 NO_VENV = f'case "$*" in "-m venv"*) echo "No module named ensurepip"; exit 1 ;; esac\n{BARE}'
-# One that has all, and only says what else it would run.
+# An interpreter with all packages, which prints all other commands instead of running them.
 FULL = (f'case $* in */requirements.py*) ;; *version_info*) '
         f'exec "{sys.executable}" "$@" ;; *) echo "ran $*" ;; esac')
 
@@ -44,14 +44,19 @@ def machine(tmp_path):
                 capture_output=True,
                 env={"PATH": str(bin_), "HOME": str(tmp_path / "home"), **env})
 
-        run.venv = repo / ".venv"
+        def install(script):
+            (repo / ".venv/bin").mkdir(parents=True)
+            (repo / ".venv/bin/python").write_text(f"#!/bin/bash\n{script}\n")
+            (repo / ".venv/bin/python").chmod(0o755)
+
+        run.venv, run.install = repo / ".venv", install
         return run
 
     return build
 
 
 def one_line(done):
-    """The last line on stderr of a run that was refused with exit status 2."""
+    """Returns the last line on stderr of a command with exit status 2."""
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]
@@ -67,10 +72,10 @@ def test_without_a_command_usage_is_printed(machine):
         assert (done.returncode, done.stderr) == (0, "") and "bash run.sh webshop" in done.stdout
 
 
-def test_a_folder_is_all_that_an_environment_needs_to_have_a_command(machine, tmp_path):
+def test_each_folder_of_an_environment_is_a_command(machine, tmp_path):
     run = machine(python3=FULL)
     folder = tmp_path / "a repo/environments/new_one"
-    (folder / "__pycache__").mkdir(parents=True)  # as an environment leaves it that is gone
+    (folder / "__pycache__").mkdir(parents=True)  # left by a deleted environment
     assert "unknown command 'new_one'" in run("new_one").stderr
     (folder / "__init__.py").touch()
     assert run("new_one", "--quick").stdout == "ran -m lab --env new_one --quick\n"
@@ -83,7 +88,7 @@ def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_spaces(machine, tmp
     named = shutil.copy(tmp_path / "bin/python3", tmp_path / "my bin/python3")
     (tmp_path / "bin/python3").unlink()
     assert run("page", "r", PYTHON=str(named)).stdout.startswith("ran -m lab.page.page r")
-    # The checkout by a link from elsewhere, and where cd prints where it went.
+    # By a symbolic link, and with CDPATH, with which cd prints the folder.
     link = tmp_path / "link.sh"
     link.symlink_to(tmp_path / "a repo/run.sh")
     for script, cdpath in (link, ""), ("a repo/run.sh", str(tmp_path)):
@@ -95,17 +100,15 @@ def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_spaces(machine, tmp
 
 
 def test_a_complete_environment_is_used_without_a_lock(machine):
-    """As in a checkout that others may only read."""
+    """Also in a read-only checkout."""
     run = machine(python3=BARE)
-    (run.venv / "bin").mkdir(parents=True)
-    (run.venv / "bin/python").write_text(f"#!/bin/bash\n{FULL}\n")
-    (run.venv / "bin/python").chmod(0o755)
+    run.install(FULL)
     assert run("page", "r").stdout.startswith("ran -m lab.page.page r")
     assert not (run.venv.parent / ".venv.lock").exists()
 
 
 def test_unsupported_python_is_refused_in_one_line(machine):
-    """Others by the known names are tried, unless the user names one."""
+    """Other names of interpreters are tried unless the user gives one."""
     done = machine()("test")
     assert len(done.stderr.splitlines()) == 1 and "python3 is missing" in one_line(done)
     done = machine(python3=OLD, python3_12=OLD)("webshop")
@@ -116,7 +119,7 @@ def test_unsupported_python_is_refused_in_one_line(machine):
     assert one_line(run("webshop", PYTHON="python3")).startswith("run.sh: python3 is missing or not")
 
 
-def test_an_environment_that_is_foreign_stays_and_a_half_made_one_is_made_anew(machine):
+def test_a_foreign_venv_stays_and_an_incomplete_one_is_made_again(machine):
     run = machine(python3=NO_VENV)
     done = run("webshop")
     assert "apt install python3-venv" in one_line(done) and "torch (found none)" in done.stderr
@@ -127,7 +130,7 @@ def test_an_environment_that_is_foreign_stays_and_a_half_made_one_is_made_anew(m
     assert "apt install python3-venv" in one_line(run("test")) and not run.venv.exists()
 
 
-# A .venv that has all but the package of bfcl, where pip notes what it is asked for.
+# A .venv without the package of bfcl. Its pip logs its arguments.
 VENV = ('case $* in */requirements.py*requirements.txt) ;; */requirements.py*) exit 1 ;; '
         '*version_info*) ;; "-m pip install"*) echo "$*" >>"{log}"; exit {status} ;; '
         '*) echo "ran $*" ;; esac')
@@ -137,9 +140,7 @@ VENV = ('case $* in */requirements.py*requirements.txt) ;; */requirements.py*) e
 def test_bfcl_gets_its_one_package_without_its_dependencies(machine, tmp_path, status):
     run, log = machine(python3=BARE), tmp_path / "pip"
     run()
-    (run.venv / "bin").mkdir(parents=True)
-    (run.venv / "bin/python").write_text(f"#!/bin/bash\n{VENV.format(log=log, status=status)}\n")
-    (run.venv / "bin/python").chmod(0o755)
+    run.install(VENV.format(log=log, status=status))
     done = run("bfcl", "--model", "m")
     assert log.read_text() == "-m pip install --no-deps --retries 1 bfcl-eval==2026.3.23\n"
     if status:
@@ -160,7 +161,7 @@ def test_bfcl_adds_nothing_to_an_active_environment(machine):
     assert run("test").stdout.startswith("ran -m pytest") and not run.venv.exists()
 
 
-# One that has all, and makes environments whose programs note what they are asked for.
+# An interpreter with all packages. It makes environments whose programs log their arguments.
 MAKER = """case $* in */requirements.py*) ;; *"(3, 11)"*) exit {old} ;;
     *version_info*) exec "{python}" "$@" ;;
     "-m venv"*) mkdir -p "$3/bin"
@@ -207,9 +208,9 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
 
 @pytest.mark.parametrize("device, visible, processes", [
     (None, 2, 1), ("nvidia0", 0, 1), ("nvidia0", 1, 1), ("nvidia0", 2, 2), ("kfd", 3, 3)])
-def test_there_is_a_process_for_each_gpu_that_torch_can_use(
+def test_each_gpu_that_torch_can_use_gets_a_process(
         machine, tmp_path, device, visible, processes):
-    """The commas of CUDA_VISIBLE_DEVICES are not counted."""
+    """CUDA_VISIBLE_DEVICES has no effect on the number."""
     run = machine(python3=f'case "$*" in *device_count*) echo {visible}; exit ;; esac\n{FULL}')
     if device:
         (tmp_path / device).touch()
@@ -221,8 +222,8 @@ def test_there_is_a_process_for_each_gpu_that_torch_can_use(
     (["nvidia0"], "for CUDA", None), (["nvidia-smi"], "for CUDA", None),
     (["nvidia0", "kfd"], "for CUDA", None), (["kfd", "6.4.1-83"], "for ROCm 6.4", "rocm6.4"),
     (["kfd"], None, "install ROCm"), ([], "for CPUs", "cpu"), (["nvidia0", ""], "for CPUs", "cpu")])
-def test_the_wheel_of_torch_is_the_machines_and_is_said(machine, tmp_path, there, wheel, index):
-    """What pip is asked for, by a venv that notes it; "" is an empty CUDA_VISIBLE_DEVICES."""
+def test_the_wheel_of_torch_depends_on_the_machine(machine, tmp_path, there, wheel, index):
+    """The venv's pip logs its arguments. "" is an empty CUDA_VISIBLE_DEVICES."""
     log = tmp_path / "pip"
     pip = f'#!/bin/bash\ncase "$*" in *install*) echo "$*" >>"{log}"; exit 1 ;; esac\n'
     run = machine(python3=f"""case "$*" in *requirements.py*) echo torch; exit 1 ;; *version_info*) ;;
@@ -241,7 +242,7 @@ def test_the_wheel_of_torch_is_the_machines_and_is_said(machine, tmp_path, there
     asked = log.read_text().splitlines()
     assert ("--index-url" in asked[0]) == bool(index)
     assert not index or f"https://download.pytorch.org/whl/{index} torch>=" in asked[0]
-    # Where there is no such wheel, PyPI's are for CPUs too, but not for ROCm. Without a network:
+    # PyPI has wheels for CPUs, but not for ROCm.
     assert len(asked) == {"cpu": 2, "rocm6.4": 1, None: 1}[index]
     assert ".venv-install.log" in (said := one_line(done))
     assert ("no torch for ROCm" if index == "rocm6.4" else "PIP_INDEX_URL") in said
