@@ -609,11 +609,3 @@ def test_settings_that_contradict_each_other_are_refused():
         for more, expected in ((), (0, 1)), (("--temperature", 1, "--rollouts", 4), (1, 4)):
             s, _ = parsed(*argv, *more)
             assert (s.temperature, s.rollouts) == expected  # greedy unless asked otherwise
-
-
-def test_an_expert_of_an_evaluated_task_is_left_out(start, small, monkeypatch):
-    monkeypatch.setattr(Guess, "splits", Guess.splits | dict(
-        train=Guess.splits["train"] | {"9": "letter test-2"}))  # an evaluated task's own
-    r = start("--method", "sft", *small)
-    assert r.done["experts.jsonl"]["dropped"] == {"evaluated too": 1}
-    assert r.done["experts.jsonl"]["experts"] == 4

@@ -13,7 +13,7 @@ from conftest import ended, fork_ranks, kills_until_it_ends
 
 import evolve
 from common.files import read_json, read_jsonl, write_jsonl
-from common.settings import UsageError, parse, settings_of
+from common.settings import UsageError, parse
 from dpo import Trajectory
 from engine import run as engine_run
 from engine.records import read
@@ -640,9 +640,3 @@ def test_a_bf16_copy_of_a_live_model_equals_its_saved_agent(run):
 def test_settings_that_make_no_sense_are_refused(argv, said):
     with pytest.raises(UsageError, match=said):
         parse(argv.split(), evolve.Settings, evolve.METHODS, environment)
-
-
-def test_every_setting_says_where_its_default_is_from():
-    for name, setting in settings_of(evolve.Evolution).items():
-        assert re.fullmatch(r"[A-Z].{10,} \[.*(summary|notes|ours|AgentEvolver).*\]",
-                            setting.comment), name
