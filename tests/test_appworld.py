@@ -413,6 +413,9 @@ def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
     assert found["solution"] == [*map(block, ["apis.notes.show_hour()", NOTE, DONE])]
     assert generator.refusal(found["task"]) is None and generator.verify(found) is None
     assert not generator.tells(found["text"], found["solution"]) and json.loads(json.dumps(found)) == found
+    assert not generator.tells("My api's note, created by create or note.", found["solution"])
+    for text in ("Call apis.notes for me", "use create_note", "createNote: Milk", '{"title": "Milk"}', "print(title)"):
+        assert generator.tells(text, found["solution"]), text
     assert generator.finds("a", replies[:2], random.Random(0)) == []
 
     written = generator.written("a", dict(query="A note.", action_sequence=[block(NOTE)]))
@@ -430,16 +433,6 @@ def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
     one, other = (generator.key({**new, "code": code}) for code in same)
     assert one == other != generator.key(new) and len({generator.key({**new, "code": [a, DONE]}) for a in (
         "len('a')", "int('a')", "a = b", "a = a")}) == 4
-
-
-def test_a_text_that_contains_its_code_is_recognised(generator):
-    for text in ("Make a note that is called Milk.", "Create notes: Milk, and show the hour.",
-                 "My api's note, created by create or note.", ""):
-        assert not generator.tells(text, [block(NOTE), block(DONE)]), text
-    for text in (f"Do {NOTE}", "```\nx\n```", "Call apis.notes for me", "use create_note", "Create-Note for Milk",
-                 "createNote: Milk", '{"app": "notes", "api": "create_note"', "notes.create_note(title", "<tool_call>",
-                 'the sum of row["hour"]', "print(title)", '{"title": "Milk"}'):
-        assert generator.tells(text, [block(NOTE), block(DONE)]), text
 
 
 # ------------------------------------------------------------------------------- texts and solutions

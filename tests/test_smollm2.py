@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from conftest import CONVERSATION
+from transformers import AutoTokenizer
 
 from common.settings import UsageError
+from engine.chat import Encoder
 from lab import smollm2
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
@@ -81,3 +84,13 @@ def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="its sha256 differs"):
         smollm2.convert(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+def test_ids_are_those_of_the_published_template_and_tokenizer(folder):
+    encoder = Encoder(AutoTokenizer.from_pretrained(folder))
+    ids, tokenizer = encoder.encode(CONVERSATION, 1)[0], encoder.tokenizer
+    whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert whole.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert tokenizer.decode(ids) == whole.removesuffix("\n")
+    # Digits are split before words, as in the published tokenizer.
+    assert tokenizer.tokenize("a\n\n12  3") == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]
