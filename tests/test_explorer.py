@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -179,24 +180,25 @@ def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
 
 
 def test_a_question_with_the_solution_of_another_does_not_join(env):
-    """Each proposal has the solution of another question, the text of another, or neither."""
     generator, rng = env.task_generator(), random.Random(0)
     task = env.tasks("train")[0]
-    table = env.data.tables[env.find(task)["db"]]
+    db = env.find(task)["db"]
     joined, of = Counter(), Counter()
-    before = "how many are there"
-    for _ in range(40):
-        q, other = (questions.draw_question(rng, table, 0.2, 0.3) for _ in range(2))
-        if q["query"] == other["query"] or generator.refusal(dict(q, db=env.find(task)["db"])):
-            continue
-        for kind, text, sql in (
-                ("right", q["query"], q["gold"]), ("its solution", q["query"], other["gold"]),
-                ("its text", before, q["gold"]), ("no text", "?", q["gold"]),
-                ("no solution", q["query"], "SELECT 1")):
-            found = generator.written(task, dict(query=text, action_sequence=[
-                "SHOW TABLES", *(f"DESC {name}" for name in questions.tables_of(sql)), sql, "submit"]))
-            joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
-                                 or generator.verify(found))
-            of[kind] += 1
-        before = other["query"]
-    assert joined == {"right": of["right"]} | dict.fromkeys(of.keys() - {"right"}, 0) and of["right"] > 15
+    with closing(env.database(db)) as database:
+        for _ in range(40):
+            q, other = (questions.draw_question(rng, env.data.tables[db], 0.2, 0.3) for _ in range(2))
+            if q["gold"] == other["gold"] or not all(
+                    questions.worth_asking(database.run, each["gold"])
+                    and not generator.refusal(dict(each, db=db)) for each in (q, other)):
+                continue
+            for kind, text, sql in (
+                    ("right", q["query"], q["gold"]), ("its solution", q["query"], other["gold"]),
+                    ("no text", "?", q["gold"]), ("no solution", q["query"], "SELECT 1")):
+                found = generator.written(task, dict(query=text, action_sequence=[
+                    "SHOW TABLES", *(f"DESC {table}" for table in questions.tables_of(sql)), sql,
+                    "submit"]))
+                joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
+                                     or generator.verify(found))
+                of[kind] += 1
+    assert joined["right"] == of["right"] > 15
+    assert joined.total() == joined["right"]
