@@ -1,5 +1,5 @@
-"""AppWorld: processes that are isolated, with a child that has no package; then the small AppWorld,
-where the package is (run.sh puts it into .venv-appworld), by the package's own judgement."""
+"""AppWorld: isolated processes, with a child that does not need the package. Then the small
+AppWorld with the package, which run.sh installs into .venv-appworld."""
 
 import ast
 import json
@@ -29,7 +29,7 @@ NOBODY = 1234  # any user but root
 
 # ---------------------------------------------------------------------------------- the jail alone
 
-# What a process tries there; its source, run where it is shut in, and what it must come to.
+# Name -> the source that an isolated process evaluates, and a pattern of the result
 TRIES = {
     "its root": ("sorted(os.listdir('/'))", "['etc', 'own']"),
     "a file that it is shown": ("bool(open('/etc/hostname').read())", "True"),
@@ -74,8 +74,8 @@ TRIES = {
 }
 
 
-# A process of one thread that is shut in, tries them and sleeps, as the one that began it does; a
-# fork of this one could wait for ever for a lock that another thread of it holds.
+# An isolated process of one thread that evaluates them and sleeps, like its parent. A fork of the
+# test process could wait for a lock of another thread.
 TRYING = """
 import ctypes, encodings.idna, json, os, resource, socket, sys, threading, time
 folder, user, tries = json.loads(sys.argv[1])
@@ -106,7 +106,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("user", [None, NOBODY], ids=["as we are", "not as root"])
-def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
+def test_an_isolated_process_reaches_nothing_and_ends_with_its_parent(user):
     if user is not None and os.geteuid():
         pytest.skip("only root becomes another user; the other case is not root's")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as other:
@@ -137,7 +137,7 @@ def gone(found) -> bool:
 
 
 def ended(process: psutil.Process) -> bool:
-    """Return whether a process has ended; it may end between two questions about it."""
+    """Returns True if a process has ended. It may end between the two calls."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -166,7 +166,8 @@ child.serve()
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """served(more="") -> a server whose child plays by executing what comes, after that source."""
+    """served(more="") starts a server whose child executes the source `more`, and then the code
+    that it receives."""
     servers = []
 
     def start(more=""):
@@ -190,7 +191,7 @@ def processes_of(server) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-ENDS = {  # code that ends its process, or does not end -> what is said
+ENDS = {  # code that ends its process, or does not end -> pattern of the error
     "os._exit(1)": "process has ended", "import ctypes; ctypes.string_at(0)": "has ended",
     "os.close(3)": "process has ended", "os.write(3, b'not json\\n')": "process has ended",
     "os.write(3, b'[' * 100_000 + b'\\n')": "process has ended", "os.write(3, b'5\\n')": "process has ended",
@@ -227,7 +228,7 @@ def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
     wait_until(lambda: not processes_of(server), "the server's processes to end")
 
 
-def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served):
+def test_a_killed_episode_is_a_failure_of_the_environment(served):
     server = served()
     for which in (0, -1, None):  # the one that waits, the one that is shut in, the server
         episode = processes.Episode(server, "a", "x")
@@ -241,7 +242,7 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
         processes.Episode(server, "a", "x")
 
 
-def test_what_does_not_start_or_end_is_said_and_leaves_no_process(served, tmp_path, monkeypatch):
+def test_a_child_that_does_not_start_or_end_leaves_no_process(served, monkeypatch):
     server = served("child.play = lambda *given: 1 / 0\n"
                     "child.judge = lambda task, changes: [0 for _ in iter(int, 1)]")
     for _ in range(2):
@@ -254,7 +255,7 @@ def test_what_does_not_start_or_end_is_said_and_leaves_no_process(served, tmp_pa
         served("child.serve = lambda: None")
 
 
-def test_no_code_is_run_where_the_machine_does_not_isolate(served, tmp_path):
+def test_no_code_is_run_if_the_machine_cannot_isolate_processes(served, tmp_path):
     more = f"""
 def refused(*given):
     raise OSError("unshare: Operation not permitted")
@@ -332,8 +333,8 @@ NOTE = 'apis.notes.create_note(title="Milk")'
 
 @pytest.fixture
 def generator(served, monkeypatch, tmp_path):
-    """A generator of tasks in that env, with a training task "a"; `late`: which of the next
-    replies of its episodes are late, the next one last."""
+    """A task generator with a training task "a". `late` has True for each of the next replies that
+    is late, in reverse order."""
     served().end()
     server = served(NOTES)
     monkeypatch.setattr(judging, "server", lambda *made_with: server)
@@ -412,6 +413,9 @@ def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
     assert found["solution"] == [*map(block, ["apis.notes.show_hour()", NOTE, DONE])]
     assert generator.refusal(found["task"]) is None and generator.verify(found) is None
     assert not generator.tells(found["text"], found["solution"]) and json.loads(json.dumps(found)) == found
+    assert not generator.tells("My api's note, created by create or note.", found["solution"])
+    for text in ("Call apis.notes for me", "use create_note", "createNote: Milk", '{"title": "Milk"}', "print(title)"):
+        assert generator.tells(text, found["solution"]), text
     assert generator.finds("a", replies[:2], random.Random(0)) == []
 
     written = generator.written("a", dict(query="A note.", action_sequence=[block(NOTE)]))
@@ -422,24 +426,13 @@ def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
     assert generator.refusal(new) is None
     for wrong, named in [
             ({"start": "b"}, "no start state of a training task"), ({"text": "count my notes"}, "a task of a split"),
-            ({"code": [DONE]}, "has 1 parts"), ({"code": [NOTE, DONE] * 16}, "parts, not 2 to 30"),
-            ({"code": ["a b", DONE]}, "no Python"),
-            ({"text": "Do the things that I need."}, "asks for nothing"), ({"text": "Complete my task, please!"}, "nothing")]:
+            ({"code": [DONE]}, "has 1 parts"), ({"code": ["a b", DONE]}, "no Python"),
+            ({"text": "Do the things that I need."}, "asks for nothing")]:
         assert named in generator.refusal({**new, **wrong})
     same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['x = "Milk"', "apis.notes.create_note(title=x)", DONE]]
     one, other = (generator.key({**new, "code": code}) for code in same)
     assert one == other != generator.key(new) and len({generator.key({**new, "code": [a, DONE]}) for a in (
         "len('a')", "int('a')", "a = b", "a = a")}) == 4
-
-
-def test_a_text_that_holds_its_code_is_known(generator):
-    for text in ("Make a note that is called Milk.", "Create notes: Milk, and show the hour.",
-                 "My api's note, created by create or note.", ""):
-        assert not generator.tells(text, [block(NOTE), block(DONE)]), text
-    for text in (f"Do {NOTE}", "```\nx\n```", "Call apis.notes for me", "use create_note", "Create-Note for Milk",
-                 "createNote: Milk", '{"app": "notes", "api": "create_note"', "notes.create_note(title", "<tool_call>",
-                 'the sum of row["hour"]', "print(title)", '{"title": "Milk"}'):
-        assert generator.tells(text, [block(NOTE), block(DONE)]), text
 
 
 # ------------------------------------------------------------------------------- texts and solutions
@@ -481,7 +474,7 @@ def test_scenarios_are_tasks_without_their_last_number():
     assert scenario("appworld-added-3") is None and environment("webshop").scenario("webshop-test-1") is None
 
 
-def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
+def test_a_missing_package_or_an_unusable_path_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
     with pytest.raises(UsageError, match="memory-of-agents.*has 'memory' in its path.*move it"):
         small_appworld()
@@ -530,7 +523,7 @@ def alarm(env) -> tuple[str, list[str]]:
     return task, env.solution(env.find(task))
 
 
-# Around the package's own guard, which goes by names: code, and what it prints.
+# Code that avoids the package's own guard, which checks names -> a pattern of its output
 GOT = "import os, pathlib; P = pathlib.Path; got = __import__\n"
 PROBES = {
     "P('/etc/passwd').read_text()": "FileNotFoundError",
@@ -601,7 +594,7 @@ def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(env):
         assert not step.done or step.reward == 0
 
 
-def test_more_than_was_asked_for_is_not_what_was_asked_for(env, monkeypatch):
+def test_additional_changes_fail_the_task(env, monkeypatch):
     task, code = alarm(env)
     more = 'apis.phone.create_alarm(access_token=token, time="01:01", label="more")'
     reading = "print(apis.phone.show_alarms(access_token=token))"
@@ -636,7 +629,7 @@ def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
     assert play(env, task, code).reward == 1
 
 
-def test_changes_that_are_none_fail_the_episode_alone(env, monkeypatch):
+def test_malformed_changes_fail_only_the_episode(env, monkeypatch):
     task, _ = alarm(env)
     changes = data.start_changes(small_appworld(), env.find(task)["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
@@ -695,24 +688,3 @@ def test_a_new_task_is_judged_exactly(env):
     later = re.sub(r"time='\d\d", "time='23", code[2])
     assert play(env, made, code).reward == 1
     assert play(env, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
-
-
-WISHES = ["Do the things that I need.", "Please help me with this!", "Log in to my account and do it.", "", "Go ahead.",
-          "Use my apps to do what I want.", "Complete my task and answer me.", "Call the necessary functions, please"]
-
-
-def test_what_people_ask_for_states_all_and_tells_nothing(env):
-    generator, families = env.task_generator(), set()
-    for task in env.tasks("train"):
-        start = env.find(task)["start"]
-        text, code = data.specs(small_appworld(), start)["instruction"], env.solution(dict(start=start))
-        asked = dict(start=start, text=f"So: {text}", code=code)
-        assert generator.refusal(asked) is None and not generator.tells(text, [*map(block, code)]), text
-        for wish in WISHES:
-            assert generator.refusal({**asked, "text": wish}) == "its text asks for nothing", (wish, text)
-        family = start.partition("-train-")[0]
-        if family not in families:
-            families.add(family)
-            trace = env.judge.trace(asked, code)
-            assert generator._states_all(asked, trace), text
-            assert not generator._states_all({**asked, "text": "Do something with my alarms or notes."}, trace), text

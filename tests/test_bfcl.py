@@ -1,4 +1,4 @@
-"""BFCL multi-turn: calls and verdicts against the package's own, the turns, hostile replies, splits."""
+"""BFCL multi-turn: results and verdicts compared with the package's, turns, hostile calls, splits."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def package_id(key):
 
 
 def forget():
-    """The package keeps its simulators under the name of the model and the task."""
+    """Deletes the package's simulators, which it keeps by the names of model and task."""
     for name in [name for name in vars(package) if name.endswith("_instance")]:
         del vars(package)[name]
 
@@ -64,7 +64,7 @@ def as_python(call):
 
 
 def verdict(key, turns):
-    """What the package says of replies, each a list of calls, turn by turn."""
+    """Returns the package's verdict on replies, which are lists of calls, turn by turn."""
     forget()
     id = package_id(key)
     said = [[[as_python(call) for call in reply] for reply in turn] for turn in turns]
@@ -80,7 +80,7 @@ def env_of(key, reward="all"):
 
 
 def play(env, task, replies):
-    """The last step of an episode of these replies."""
+    """Returns the last step of an episode with these replies."""
     env.reset(task)
     for reply in replies:
         step = env.step(reply)
@@ -101,7 +101,7 @@ def all_tasks():
 
 
 def one_by_one(task):
-    """The replies of the ground truth, a call each where these are not too many."""
+    """Returns the replies of the ground truth, with one call each unless there are too many."""
     return [[[call] for call in turn] if len(turn) <= MAX_REPLIES else [turn]
             for turn in task["calls"]]
 
@@ -111,7 +111,7 @@ def block(name, /, **arguments):
 
 
 def state(value):
-    """The public attributes of simulators, in a form that compares files with files."""
+    """Returns the public attributes of simulators, in a form that can be compared."""
     if hasattr(value, "__dict__"):
         return type(value).__name__, {name: state(inner) for name, inner in vars(value).items()
                                       if name[0] != "_" and name != "parent"}
@@ -154,7 +154,7 @@ VALUES = ["", " ", "x", 0, 1, -1, 2.5, True, None, [], ["a"], {}, {"a": 1}, ".."
 
 
 def damaged(rng, key, task):
-    """The replies of the ground truth after one to three random changes."""
+    """Returns the replies of the ground truth after one to three random changes."""
     turns = json.loads(json.dumps(task["calls"]))
     functions = [row for name in start_state(key)["classes"]
                  for row in data.documents(name).values()]
@@ -176,7 +176,7 @@ def damaged(rng, key, task):
     return one_by_one(dict(calls=turns))
 
 
-def test_random_damages_are_judged_as_the_package_judges_them():
+def test_randomly_changed_replies_get_the_verdict_of_the_package():
     rng, found = random.Random(0), Counter()
     for _ in range(150):
         key, task = rng.choice(all_tasks())
@@ -351,24 +351,6 @@ def test_numbers_that_would_take_the_machine_are_refused():
         assert found in Simulators(MATHS).run(dict(name=name, arguments=arguments)), (name, arguments)
 
 
-def test_numbers_as_text_are_what_they_are_to_the_package():
-    tried = 0
-    for key, task in all_tasks():
-        calls = [dict(name=call["name"], arguments={
-            name: str(value) if type(value) in (int, float) else value for name, value in call["arguments"].items()})
-            for turn in task["calls"] for call in turn]
-        if calls == sum(task["calls"], []):
-            continue
-        forget()
-        row, ours = ROWS[package_id(key)], Simulators(task["start"])
-        results, _ = package.execute_multi_turn_func_call(
-            [as_python(call) for call in calls], row["initial_config"], row["involved_classes"], "m", row["id"],
-            long_context="long_context" in row["id"])
-        assert [ours.run(call) for call in calls] == results, key
-        tried += 1
-    assert tried == 560
-
-
 def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
     env, copied = env_of("base-0"), block("cp", source="a", destination="a")
     env.reset(FILES)
@@ -383,14 +365,14 @@ def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
     assert "beyond 5000 paths" in step.observation and env.step("next").reward == 0
 
 
-def test_a_reply_is_idle_where_no_call_of_it_is_known():
+def test_a_reply_without_a_known_call_is_idle():
     env = make("bfcl", "short")
     env.reset(FILES)
     for reply, idle in ((block("ls"), False), (block("none") + block("ls"), False), (block("none"), True)):
         assert env.step(reply).idle == idle, reply
 
 
-def test_precision_is_that_of_the_call_while_others_count_beside_it():
+def test_concurrent_calls_keep_their_own_precision():
     calls = [dict(name="logarithm", arguments=dict(value=10, base=3, precision=n)) for n in range(5, 40)] * 20
     want = list(map(Simulators(MATHS).run, calls))
     assert len(set(want)) == 35
@@ -399,7 +381,7 @@ def test_precision_is_that_of_the_call_while_others_count_beside_it():
             lambda _: list(map(Simulators(MATHS).run, calls)), range(8)))
 
 
-def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
+def test_a_task_does_not_depend_on_the_process_the_time_zone_or_the_time():
     code = """if True:
         import hashlib, json
         from environments.bfcl.environment import Bfcl, script
@@ -471,7 +453,7 @@ def call_of(name, /, **arguments):
 
 
 def explored(rng, env, task):
-    """Replies of somebody who calls what the ground truth does, and others, and leaves things out."""
+    """Returns replies with a random part of the ground truth's calls, and with others."""
     names = data.functions(env.find(task)["start"])
     pool = [call for key in tasks("base") for turn in tasks("base")[key]["calls"] for call in turn
             if call["name"] in names]
@@ -531,12 +513,11 @@ def test_planted_proposals_are_refused(files):
         assert named in generator.refusal({**new, **wrong})
 
 
-WISHES = ["Do the things that I need.", "Please help me with this!", "do it", "Take care of everything for me.", "",
-          "Use the tools to do what I want.", "Perform the required operation.", "Complete my request", "Go ahead",
-          "Execute the functions that are necessary.", "Make the usual changes.", "Get the information I asked for."]
+WISHES = ["Do the things that I need.", "", "Use the tools to do what I want.", "Complete my request",
+          "Execute the functions that are necessary.", "Get the information I asked for."]
 
 
-def test_a_text_asks_for_something_and_people_s_texts_do(files):
+def test_a_text_must_ask_for_something(files):
     _, generator, _, new = files
     asked, refused = 0, 0
     for key in files[0].splits["train"]:
@@ -554,18 +535,16 @@ def test_a_text_asks_for_something_and_people_s_texts_do(files):
     assert generator.refusal({**new, "turns": ["Was liegt in 'alpha'?"], "calls": [[there, LS]]}) is None
 
 
-def test_a_text_that_holds_its_calls_is_known(files):
+def test_a_text_that_contains_its_calls_is_recognised(files):
     generator = files[1]
     new = [call_of("mkdir", dir_name="new"), call_of("sort", file_name="notes.txt"), call_of("pwd"),
            call_of("get_stock_info", symbol="AAPL"), call_of("startEngine", ignitionMode="START")]
     for text in ("Please make a directory that is called new.", "Sort notes.txt", "sort the notes; the sort of notes",
                  "Which way am I? Start the engine.", "What is the stock info of AAPL?", "mkdirs are new", "(id='USR1'), as file: new", ""):
         assert not generator.tells(text, script([new])), text
-    for text in ("mkdir new", "Run mkdir('new')", "mkdir --dir_name=new", "pwd, please", "sort(file_name='notes.txt')",
-                 "`sort` it", '{"name": "sort", "argu', "sort[notes.txt]", "use get_stock_info", "Get-Stock-Info AAPL",
-                 "start_engine", "vehicle.startEngine()", "```\nx\n```", "<tool_call>x", '{"arguments": {}}', "tool: a\narguments: b",
-                 "one with dir_name=new", '{"dir_name": "new"}',
-                 '{"name": "mkdir", "arguments": {"dir_name": "new"}}', as_reply(new), *map(as_python, new)):
+    for text in ("mkdir new", "mkdir --dir_name=new", "pwd, please", "`sort` it", "sort[notes.txt]",
+                 "Get-Stock-Info AAPL", "vehicle.startEngine()", "```\nx\n```", "<tool_call>x",
+                 "tool: a\narguments: b", '{"dir_name": "new"}', as_reply(new), *map(as_python, new)):
         assert generator.tells(text, script([new])), text
     write = call_of("echo", content='print("x")', file_name="a.py"), call_of("edit_ticket", ticket_id=1, updates={"priority": 3})
     assert not generator.tells(generator.template(write), script([write]))

@@ -1,20 +1,18 @@
-"""An endpoint of our own on loopback: what it is sent, what it costs, and how it fails. And an
-agent's folder that is evaluated as it is."""
+"""Requests to a chat endpoint on loopback, its usage and its errors, and the evaluation of an
+agent's folder."""
 
 import json
 import re
 
 import pytest
 from conftest import KEY
-from transformers import AutoTokenizer
 
 import engine.run as run_module
 import environments
 import envs
 from common.files import read_jsonl
 from common.settings import UsageError, parse
-from engine import chat, models
-from engine.command import main
+from engine import models
 from engine.run import Run
 from envs import Step
 from lab.chat import endpoint as endpoints
@@ -80,8 +78,8 @@ def numbers_of(run):
 
 @pytest.fixture
 def call(endpoint, monkeypatch):
-    """call(*faults): asks once, after these faults; the reply and what it took, or the error.
-    `tries` and `waits` are those of the call."""
+    """call(*faults) calls the endpoint once, after these faults. It returns the reply and its
+    usage, or the error. `tries` and `waits` are those of the call."""
     def ask(*faults, url=endpoint.url):
         endpoint.faults, before = list(faults), len(endpoint.seen)
         ask.waits, asked = [], endpoints.Endpoint(url, "m", 0, 256)
@@ -169,12 +167,9 @@ def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(e
 
 
 def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
-    for why in ("max_tokens is too large: 256. This model supports at most 128 completion tokens",
-                "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
-                "the valid range of max_tokens is [1, 128]"):
-        endpoint.faults = [(400, why, {})]
-        with pytest.raises(UsageError, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
-            run()
+    endpoint.faults = [(400, "max_tokens: 256 > 128, which is the maximum allowed number", {})]
+    with pytest.raises(UsageError, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
+        run()
     endpoint.faults = [(400, "the prompt is too long: 900 tokens", {})] * 4
     with pytest.raises(UsageError, match="first request"):  # of all tasks: nothing is scored
         run("--refused", "zero")
@@ -184,10 +179,10 @@ def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
 
 
 @pytest.mark.parametrize("read, cut", [
-    ([300, 310, 320], 0), ([300, 300, 300], 2), ([300, 290, 310], 1), ([None] * 3, 0), ([300, 0, 0], 0)])
-def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, capsys, read, cut):
-    """As ollama does, silently, with what is longer than its num_ctx. A task has three turns. The
-    run is stopped in the third, and goes on."""
+    ([300, 310, 320], 0), ([300, 300, 300], 2), ([300, 290, 310], 1), ([300, 0, 0], 0)])
+def test_a_truncated_prompt_is_reported_once_and_counted(endpoint, run, capsys, read, cut):
+    """ollama truncates prompts that are longer than num_ctx without an error. A task has three
+    turns. The run is stopped in the third, and resumes."""
     said = [answer(content="x", usage=dict(prompt_tokens=n)) for n in read * 4]
     endpoint.faults = [*said[:2], (401, "no", {})]
     with pytest.raises(envs.EnvError, match="401"):
@@ -284,16 +279,15 @@ def test_waits_grow_whatever_an_endpoint_asks_for(call):
 
 
 HALF = "half an ans"
-PASSING = [  # what may be gone in a moment, as a fault of the endpoint's or in an answer of its
+PASSING = [  # transient errors: of the connection, in the status, and in a response
     None, "cut", (503, "no", {}), (200, "half a", {}), (200, "[" * 100_000, {}), (200, '{"choices": []}', {}),
     (200, '{"error": "we are sorry"}', {}), answer(content=HALF, finish_reason="abort"),
     answer(content=HALF, error=dict(message="late", code=502)), answer(content=dict(text=HALF)),
-    answer(content="", finish_reason="network_error"),
     choice(finish_reason="stop", error="overloaded", message=dict(content=HALF)),
-    choice(finish_reason="stop", message=None), choice(finish_reason="stop", text=HALF)]
+    choice(finish_reason="stop", text=HALF)]
 
 
-def test_what_may_pass_is_tried_again_and_in_the_end_an_error(call):
+def test_transient_errors_are_retried_and_the_last_one_is_raised(call):
     for fault in PASSING:
         reply, used = call(*[fault] * 3)
         assert (reply, used["retries"], call.tries) == ("c", 3, 4), fault
@@ -301,7 +295,7 @@ def test_what_may_pass_is_tried_again_and_in_the_end_an_error(call):
         assert type(error) is EndpointError and "(attempt 8)" in str(error) and call.tries == 8, fault
 
 
-def test_what_does_not_pass_is_one_line_without_the_key(call):
+def test_a_permanent_error_is_one_line_without_the_key(call):
     for fault, message in [
             ((401, f"Incorrect API key: {KEY}", {}), "status 401: Incorrect API key: ***"),
             ((302, "", {"Location": "http://elsewhere"}), "status 302"),
@@ -313,24 +307,21 @@ def test_what_does_not_pass_is_one_line_without_the_key(call):
 
 
 REFUSED = [
-    answer(content=None, finish_reason="content_filter"), answer(content=HALF, finish_reason="content_filter"),
-    answer(content=None, refusal="I cannot help with that"),
-    answer(content=[dict(type="refusal", refusal="no")]), answer(content=None, finish_reason="OTHER"),
-    (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (403, "flagged", {}), (451, "no", {}),
+    answer(content=HALF, finish_reason="content_filter"), answer(content=None, finish_reason="OTHER"),
+    answer(content=[dict(type="refusal", refusal="no")]),
+    (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (451, "no", {}),
     answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))], finish_reason="tool_calls"),
     answer(content=None, function_call=dict(name="ls"))]
 PART = dict(type="reasoning", text="so")
 ONLY_THOUGHTS = [
-    answer(content="", reasoning_content="so click c"), answer(content=None, reasoning="so"), answer(content=[PART]),
-    answer(content=[dict(type="thinking", thinking=[dict(type="text", text="so")])]),
+    answer(content="", my_own_thoughts="so click c"), answer(content=[PART]),
     answer(content="", finish_reason="length", usage=dict(
         completion_tokens=9, completion_tokens_details=dict(reasoning_tokens=9))),
-    answer(content=" \n", thinking_blocks=[dict(thinking="so")]), answer(content="", thought="so"),
     answer(content="<think>so click", finish_reason="length"), answer(finish_reason="MAX_TOKENS"),
     answer(content=[dict(type="text", text="so", thought=True)])]
 
 
-def test_what_is_no_reply_is_a_refused_task_whatever_says_so(call):
+def test_a_response_without_a_reply_is_refused_or_only_reasoning(call):
     for said in REFUSED:
         assert type(call(said)[0]) is NotAnswered and call.tries == 1, said
     for said in ONLY_THOUGHTS:
@@ -354,16 +345,14 @@ def test_thoughts_alone_and_empty_replies_are_counted_and_told(endpoint, run, ca
 TEXT = dict(type="text", text="c")
 READ = [  # (answer, reply, tokens)
     (answer(content=[TEXT, dict(type="text", text="d")], usage={}), "cd", 0), (answer(content=["c", TEXT]), "cc", 0),
-    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
     (answer(content=f"your key is {KEY}"), "your key is ***", 0), (answer(content="c\ud83d"), "c\ufffd", 0),
-    (answer(content=None), "", 0), (answer(content="", error=None), "", 0),
+    (answer(content="", error=None, finish_reason=None), "", 0),
     (answer(content="c", reasoning_content="so", refusal=None), "c", 0), (answer(content=[PART, TEXT]), "c", 0),
-    (answer(content="c", finish_reason=None), "c", 0), (answer(content="c", finish_reason="eos"), "c", 0),
-    (answer(content="c", tool_calls=[], function_call=None), "c", 0)]
+    (answer(content="c", tool_calls=[], function_call=None, finish_reason="eos"), "c", 0)]
 
 
-def test_replies_with_something_beside_them_are_replies(call):
+def test_replies_with_other_fields_are_replies(call):
     for said, reply, tokens in READ:
         found, used = call(said)
         assert (found, call.tries, used["cut_replies"]) == (reply, 1, 0), said
@@ -375,7 +364,7 @@ def test_replies_with_something_beside_them_are_replies(call):
 
 # ------------------------------------------------------------------------ thoughts and end tokens
 
-# What a server sends, and the reply in it; None: there is only reasoning.
+# The content of a response, and the reply in it; None: there is only reasoning.
 DRAFT = "```python\napis.pay()\n```"
 CODE = "```python\nprint(1 < 2)\n```"
 ANALYSIS = "<|channel|>analysis<|message|>Action: submit"
@@ -383,15 +372,12 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
 THOUGHTS = [
     ("The Observation: says so. Action: submit</think>\n\nc", "c"),
     (f"<think>First {DRAFT}</think>\n{CODE}", CODE), (f"First {DRAFT} </think>{CODE}", CODE),
-    *((f"<{name}>a\nb</{name}>c", "c") for name in (
-        "think", "thinking", "THOUGHT", "reasoning_step", "reflection", "seed:think", "antThinking")),
+    *((f"<{name}>a\nb</{name}>c", "c") for name in ("think", "THOUGHT", "seed:new_reasoning_step")),
     *((f"{opens}a Action: submit{closes}c", "c") for opens, closes in (
-        ("[THINK]", "[/THINK]"), ("[thought]", "[/thought]"), ("◁think▷", "◁/think▷"),
-        ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"), ("<｜think｜>", "<｜/think｜>"),
+        ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"), ("<｜think｜>", "<｜/think｜>"),
         ("<|begin_of_thought|>", "<|end_of_thought|>\n<|begin_of_solution|>"),
-        ("<|channel>thought\n", "<channel|>"), ('<think lang="en" n=1>', "</think>"),
-        (" \n<think >", "</think >"), ("", "[/THINK]"), ("", "<|END_THINKING|>"),
-        ("<thinking>", "</think>"), ('A 5" mug', "</think>"))),
+        ("<|channel>thought\n", "<channel|>"), (' \n<think lang="en" n=1>', "</think >"),
+        ("", "<|END_THINKING|>"), ("<thinking>", "</think>"), ('A 5" mug', "</think>"))),
     ('\\"<think>a</think>c"', '\\"c"'),  # an escaped quote opens no string
     ("<think></think>c", "c"), ("<think/>c", "c"), ("<think>a</think><think>b</think>c", "c"),
     ("<think>a <think>b</think> Action: submit</think>c", "c"),
@@ -401,26 +387,23 @@ THOUGHTS = [
     (f"Action: submit<|end|>{FINAL}c", "c"), ("<|channel|>final <|constrain|>json<|message|>c", "c"),
     ("analysisAction: submit.assistantfinalc", "c"),
     *((f"c{end}", "c") for end in (
-        "</s>", "<eos>", "<end_of_turn>", "<turn|>", "[EOS]", "[EOT]", "[END]", "[/INST]", "<|never_seen|>\n",
+        "</s>", "<eos>", "<end_of_turn>", "<turn|>", "[EOT]", "[/INST]", "<|never_seen|>\n",
         "<｜end▁of▁sentence｜>", "<|im_end|>\n<|im_start|>user\nd", "<|im_start|>assistant\nd")),
     *((f"{start}c<|im_end|>", "c") for start in (
-        "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|assistant|>")),
-    ("<think>a<|im_end|></think>c", "c"), ("</s>", ""), ("<|im_start|>user\nd", ""),
+        "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|assistant|>")),
+    ("<think>a<|im_end|></think>c", "c"), ("<|im_start|>user\nd", ""),
     *((text, None) for text in (
         "<think>Action: submit</think>\n", "Action: submit</think>", "[THINK]Action: submit",
-        "<think>a <reasoning>b</reasoning> Action: submit", f"{ANALYSIS}<|end|>{FINAL}",
-        "<thinking hard=yes>Action: submit"))]
-# What stays as it is: marks that an agent writes of.
-PLAIN = ["click[<b>Buy</b> now]", "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
-         "click[thoughts]", "click[big [THINK] poster]", "SELECT * FROM t WHERE a = '</think>'",
-         'print("<think>")', "SELECT 'I <think> so'", "x = [reason]\nprint(x)", "<s>10</s> 8",
-         '{"text": "say \\"<think>\\" to <|im_end|>"}', "`</think>` ends it", " c \n",
-         '<tool_call>\n{"name": "think"}\n</tool_call>', "click[a </think> b]",
-         "Thought: I think so.\nAction: c", "I don't think it's <i>it</i>", "print('a<|im_end|>b')",
-         "click[END]", "if a<|b: pass", 'print(f"<think>{a}")', 'The page says "Price <b>5</b> </think>": click[Buy Now]']
+        f"{ANALYSIS}<|end|>{FINAL}"))]
+# Marks inside the actions, strings and code of an agent stay unchanged.
+PLAIN = ["SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "click[thoughts]",
+         "click[big [THINK] poster]", "SELECT * FROM t WHERE a = '</think>'", " c \n",
+         "x = [reason]\nprint(x)", "<s>10</s> 8", '{"text": "say \\"<think>\\" to <|im_end|>"}',
+         "`</think>` ends it", '<tool_call>\n{"name": "think"}\n</tool_call>', "click[END]",
+         "I don't think it's <i>it</i>", "if a<|b: pass"]
 
 
-def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call):
+def test_reasoning_and_end_tokens_are_removed_from_a_reply(call):
     for text, reply in THOUGHTS + [(text, text) for text in PLAIN]:
         parts = [dict(type="text", text=text[:9]), PART, dict(type="text", text=text[9:])]
         for said in dict(content=text), dict(content=text, reasoning="Action: submit"), dict(content=parts):
@@ -433,33 +416,22 @@ def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call):
 
 # ------------------------------------------------------------------------- lengths and parameters
 
-TOO_LONG = [  # as providers write it, one for each part of the pattern; several are from public reports
+TOO_LONG = [  # one message for each alternative of the pattern
     "This model's maximum context length is 4096 tokens. However, you requested 5048 tokens",
-    "This model's maximum prompt length is 131072 but the request contains 537812 tokens",
     "Please reduce the length of the messages or completion. Current length is 9 while limit is 8",
-    "the request exceeds the available context size, try increasing it", "Prompt exceeds max length",
-    "too many tokens: total number of tokens in the prompt cannot exceed 4081",
-    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000",
-    "Range of input length should be [1, 30720]", "Input is too long for requested model.",
-    "the input token count is 105 but model only supports up to 100. Reduce the input token count",
-    "max_tokens must be at least 1, got -204.", "Invalid 'messages[1].content': string too long",
-    '{"code": "context_length_exceeded"}', "{'type': 'exceed_context_size_error', 'code': None}"]
+    "the input token count is 105 but model only supports up to 100", "Prompt exceeds max length",
+    "max_tokens must be at least 1, got -204.", "Invalid 'messages[1].content': string too long"]
 NOT_LONG = [  # (status, text, tries)
     (413, "Request too large for m on tokens per minute (TPM): Limit 6000, Requested 6627", 1),
-    (400, "Token quota exceeded", 1), (400, "Request contains an image too large to process", 1),
-    (400, "Unknown parameter: 'context_window'.", 1), (400, "request header too long", 1),
-    (400, "prompt must be at least 1 token long", 1), (400, "'aa' is too long - 'messages.1.name'", 1),
-    (429, "Throttling error: Too many tokens, please wait before trying again.", 8),
-    (503, "The request queue is too long", 8), (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
+    (400, "Unknown parameter: 'context_window'.", 1), (400, "Invalid 'user': string too long", 1),
+    (400, "prompt must be at least 1 token long", 1), (503, "The request queue is too long", 8)]
 
 
 QUOTE = "message is longer than the maximum, and temperature should only be 1"
 JUDGED = [  # (the body of an error, ContextFull or NotAnswered): code, then type, param, message
     (dict(message=QUOTE, code="content_filter", param="prompt"), NotAnswered),
     (dict(message=QUOTE, code=400, innererror=dict(code="ResponsibleAIPolicyViolation")), NotAnswered),
-    (dict(message=QUOTE, type="content_policy_violation", code=None), NotAnswered),
     (dict(message=QUOTE, code="insufficient_quota"), NotAnswered),
-    (dict(message="no", code="context_length_exceeded"), ContextFull),
     (dict(message="no", code="400", type="exceed_context_size_error"), ContextFull),
     (dict(message=QUOTE, param="user"), NotAnswered), (dict(message=f"Our policy: {QUOTE}"), NotAnswered),
     *((dict(message=f"We reject {opens}{QUOTE}{closes}!", type="BadRequestError", code=400), NotAnswered)
@@ -475,7 +447,7 @@ JUDGED = [  # (the body of an error, ContextFull or NotAnswered): code, then typ
     (dict(metadata=dict(raw='{"error": {"message": "the prompt is too long"}}')), ContextFull)]
 
 
-def test_an_error_that_quotes_the_prompt_is_judged_by_its_code_first(call):
+def test_an_error_that_quotes_the_prompt_is_classified_by_its_code_first(call):
     for body, kind in JUDGED:
         for text in (json.dumps(body), json.dumps(dict(error=body)), json.dumps([dict(error=body)])):
             assert type(call((400, text, {}))[0]) is kind and call.tries == 1, body
@@ -484,34 +456,20 @@ def test_an_error_that_quotes_the_prompt_is_judged_by_its_code_first(call):
             assert type(call((status, json.dumps(text), {}))[0]) is NotAnswered and call.tries == 1
 
 
-@pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_request_that_is_refused_in_any_turn_is_handled_by_refused(endpoint, run, turn):
-    refusal = 400, json.dumps(dict(error=JUDGED[0][0])), {}
-    endpoint.answer = lambda messages: "x"
-    endpoint.faults = [False] * turn + [refusal]
-    with pytest.raises(envs.EnvError, match="^guess-test-0: .*--refused zero"):
-        run()
-    endpoint.faults = [refusal]
-    r = run("--refused", "zero")
-    assert [(e["ended"], e["turns"]) for e in rows_of(r)] == [("refused", turn), *[("turn_limit", 3)] * 3]
-    assert numbers_of(r)["refused"] == 1
-
-
 DETAILS = "completion_tokens_details"
 
 
-@pytest.mark.parametrize("content, usage, tokens", [  # what the conversation "Guess. ..." takes, by hand
-    ("c", dict(prompt_tokens=100, completion_tokens=4000, **{DETAILS: dict(reasoning_tokens=3990)}), 110),
+@pytest.mark.parametrize("content, usage, tokens", [  # context tokens, by hand
     ("c", dict(prompt_tokens=100, completion_tokens=4000, **{DETAILS: dict(reasoning_tokens="3990")}), 110),
     ("c", dict(prompt_tokens=100, completion_tokens=4000, reasoning_tokens=3990), 110),
     *(("<think>so</think>Action: c", dict(prompt_tokens=100, completion_tokens=4000, **{DETAILS: details}), 103)
-      for details in (None, {}, "?", [], dict(reasoning_tokens=None), dict(reasoning_tokens=0))),  # 9 bytes
+      for details in (None, "?", dict(reasoning_tokens=0))),  # 9 bytes
     ("Action: c", dict(prompt_tokens=100, completion_tokens=4000), 103),  # hidden: 4000 tokens of 9 bytes
     ("Action: c", dict(prompt_tokens=100, completion_tokens=7), 107),
     ("Action: c", dict(prompt_tokens=100, completion_tokens=9, **{DETAILS: dict(reasoning_tokens=99)}), 103),
     *(("Action: c", usage, 1 + 3) for usage in (  # of "?" and "Action: c"
-        None, {}, "?", dict(prompt_tokens=0, completion_tokens=0), dict(prompt_tokens="x", completion_tokens=None)))])
-def test_reasoning_is_no_part_of_a_conversation_and_zero_usage_is_estimated(call, content, usage, tokens):
+        None, "?", dict(prompt_tokens=0, completion_tokens=0)))])
+def test_context_tokens_exclude_reasoning_and_zero_usage_is_estimated(call, content, usage, tokens):
     _, used = call(answer(content=content, usage=usage))
     assert used["context_tokens"] == tokens and call.tries == 1
     assert used["unreported"] == (tokens == 4)
@@ -553,7 +511,7 @@ def test_a_reply_is_read_in_linear_time(monkeypatch):
         assert not re.findall(r"(?<!\\)[*+]", pattern.replace("(?:\\|[^", ""))
 
 
-def test_too_long_is_too_long_in_the_words_of_any_provider(call):
+def test_errors_of_length_are_recognised_in_any_wording(call):
     for text in TOO_LONG:
         for status in 400, 413, 422, 500:
             fault = dict(message=text, code=status)
@@ -570,20 +528,15 @@ def test_too_long_is_too_long_in_the_words_of_any_provider(call):
 RENAMED = "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead."
 FIELDS = [  # (refusals, the fields that are sent after them)
     *(([text], "max_tokens") for text in (
-        "Unsupported value: 'temperature' does not support 0 with this model.",
         "`temperature` is deprecated for this model.",
-        '{"detail": [{"type": "extra_forbidden", "loc": ["body", "temperature"], "msg": "Extra inputs '
-        'are not permitted", "input": 0}]}',
-        '{"error": {"message": "Unsupported parameter", "param": "temperature"}}',
-        "temperature: Input should be less than or equal to 1")),
-    (["Unrecognized request argument supplied: max_tokens"], "temperature"),
+        '{"detail": [{"loc": ["body", "temperature"], "msg": "Extra inputs are not permitted"}]}',
+        '{"error": {"message": "Unsupported parameter", "param": "temperature"}}')),
     (["unexpected: temperature", "model m does not accept max_tokens"], ""),
     ([RENAMED], "temperature max_completion_tokens"),
-    ([RENAMED, "max_completion_tokens is not supported"], "temperature"),
-    ([RENAMED, "temperature: unknown"], "max_completion_tokens")]
+    ([RENAMED, "max_completion_tokens is not supported"], "temperature")]
 
 
-def test_a_field_that_is_refused_by_name_is_left_out_from_then_on(endpoint, call, capsys):
+def test_a_rejected_field_is_left_out_of_later_requests(endpoint, call, capsys):
     for texts, sent in FIELDS:
         for status in 400, 422:
             endpoint.seen.clear()
@@ -595,8 +548,8 @@ def test_a_field_that_is_refused_by_name_is_left_out_from_then_on(endpoint, call
             said = capsys.readouterr().err
             assert said.count("its own default is used") == 2 - len(bodies[-1]), texts
             assert ("refuses temperature" in said) == ("temperature" not in sent), texts
-    for text in ("unknown field: 'foo'", "Extra inputs are not permitted: stream", "m is not supported",
-                 "this text about temperature is against our policy", "max_tokens_a_day is not supported"):
+    for text in ("unknown field: 'foo'", "this text about temperature is against our policy",
+                 "max_tokens_a_day is not supported"):
         assert text in str(call((400, text, {}))[0]) and call.tries == 1
 
 
@@ -620,45 +573,7 @@ def test_keys(endpoint, call, monkeypatch):
     assert call()[0] == "search[fox box]"
 
 
-# ------------------------------------------------------------------------ an agent at a server
-
-
-def test_an_agent_that_vllm_serves_plays_as_its_run_evaluated_it(serve, small_run, tmp_path, monkeypatch):
-    """By the interface of `vllm serve AGENT`, and all fields of its answers."""
-    agent = small_run / "iter1/target-agent"
-    tokenizer, model = AutoTokenizer.from_pretrained(agent), models.read_model(agent).eval()
-    end = tokenizer.convert_tokens_to_ids(chat.Encoder(tokenizer).template.end_token)
-
-    def reply(path, body):
-        assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", str(agent), 0)
-        ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True,
-                                            return_dict=True, return_tensors="pt")["input_ids"]
-        said = model.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False,
-                              max_new_tokens=body["max_tokens"], eos_token_id=end,
-                              pad_token_id=end)[0, ids.shape[1]:]
-        message = dict(role="assistant", content=tokenizer.decode(said, skip_special_tokens=True),
-                       refusal=None, annotations=None, audio=None, function_call=None, tool_calls=[],
-                       reasoning=None, reasoning_content=None)
-        return 200, json.dumps(dict(
-            id="chatcmpl-1", object="chat.completion", created=1, model=body["model"],
-            choices=[dict(index=0, message=message, logprobs=None, stop_reason=None, token_ids=None,
-                          finish_reason="stop" if end in said else "length")],
-            usage=dict(prompt_tokens=ids.shape[1], total_tokens=ids.shape[1] + len(said),
-                       completion_tokens=len(said), prompt_tokens_details=None))), {}
-
-    url = serve(lambda handler, body: (handler.path, json.loads(body)), reply).url + "/v1"
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setitem(models.MODELS, url, models.MODELS["tiny"])
-    main(["--env", "webshop", "--method", "chat", "--model", url, "--model-name", str(agent),
-                   "--examples", "0", "--view", "short", "--eval-tasks", "2", "--out", str(tmp_path)],
-                  Settings, Run, METHODS, "test")
-    rows, expected = ([[row[key] for key in ("task", "messages", "reward", "turns", "ended")]
-                       for row in read_jsonl(file)] for file in (
-        tmp_path / "eval-0-target-test.jsonl", small_run / "eval-1-target-test.jsonl"))
-    assert rows == expected and len(rows) == 2
-
-
-# ------------------------------------------------------------------------ an agent as it is
+# ------------------------------------------------------------- an agent that a run has trained
 
 
 @pytest.fixture
@@ -677,18 +592,15 @@ def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(start, small, tmp_
     assert not [p.name for p in again.folder.iterdir() if p.is_dir()]
 
 
-def test_what_does_not_go_together_is_refused():
+def test_settings_that_contradict_each_other_are_refused():
     for argv, says in [
             ("--method evaluate --model tiny --sft-lr 1", "--sft-lr is not read by --method evaluate"),
             ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
             ("--method sft --refused zero", "--refused is not read by --method sft"),
             ("--method dart --temperature 0", "--temperature 0: all rollouts of a task"),
             ("--method ppo --rollouts 1", "--rollouts 1: PPO compares"),
-            ("--method grpo --step-rollouts 1", "--step-rollouts 1: must be at least 2"),
-            ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),
             ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
             ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and --method chat"),
-            ("--model http://a:b/v1 --model-name m", "needs --method chat, and --method chat"),
             ("--model http://a/v1", "--model-name: give the model's name"),
             ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")]:
         with pytest.raises(UsageError, match=says):
@@ -697,11 +609,3 @@ def test_what_does_not_go_together_is_refused():
         for more, expected in ((), (0, 1)), (("--temperature", 1, "--rollouts", 4), (1, 4)):
             s, _ = parsed(*argv, *more)
             assert (s.temperature, s.rollouts) == expected  # greedy unless asked otherwise
-
-
-def test_an_expert_of_an_evaluated_task_is_left_out(start, small, monkeypatch):
-    monkeypatch.setattr(Guess, "splits", Guess.splits | dict(
-        train=Guess.splits["train"] | {"9": "letter test-2"}))  # an evaluated task's own
-    r = start("--method", "sft", *small)
-    assert r.done["experts.jsonl"]["dropped"] == {"evaluated too": 1}
-    assert r.done["experts.jsonl"]["experts"] == 4

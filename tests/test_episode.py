@@ -1,4 +1,4 @@
-"""The episode: what an agent reads and writes, how it ends, and environments that break."""
+"""Episodes: the tokens of an agent, the end of an episode, and environments that break."""
 
 import random
 import threading
@@ -16,7 +16,7 @@ from envs import EnvError, Step, episode
 
 
 class Echo(Toy):
-    """Pages of uneven length that depend on what the agent wrote."""
+    """Observations of uneven length that depend on the reply."""
     max_turns = 4
 
     def reset(self, task):
@@ -32,7 +32,7 @@ class Echo(Toy):
 
 
 def play(agent, make_env=Echo, temperature=1.0, slots=3):
-    """Eight episodes, each with random numbers of its own, as a run plays them; each ends once."""
+    """Plays eight episodes, each with its own RNG, like a run does. Each ends once."""
     model, encoder = agent
     draw = TokenSampler(encoder.sampler(temperature), encoder, Echo.stops)
     answer = make_generator("kv_cache", model, draw, slots, 400, 8, 100)
@@ -44,12 +44,12 @@ def play(agent, make_env=Echo, temperature=1.0, slots=3):
 
 
 def log_probs_of(ids):
-    """Those of a scripted reply: -0.5, -1.0, -1.5 and so on."""
+    """Returns the log-probabilities of a scripted reply: -0.5, -1.0, -1.5 and so on."""
     return [-0.5 * n for n in range(1, len(ids) + 1)]
 
 
 def scripted(encoder, replies, max_tokens=400):
-    """An episode whose agent says these ids, or None, in turn; and the prompts that it was given."""
+    """Returns an episode whose agent replies with these ids, or None, and its prompts."""
     t = Trajectory("toy-train-3", "target", 1, 0, seed=3)
     prompts = []
     running = episode(Echo(), encoder, t, max_tokens)
@@ -69,8 +69,8 @@ def encoder(agent):
 
 
 def test_an_episode_by_hand(encoder):
-    """What was sampled is trained on, to the token; an end of turn that was not sampled is not, and
-    what follows a forged observation is taken back."""
+    """Exactly the sampled tokens are trained on. An end-of-turn token that was added is not, and the
+    text after a forged observation is removed."""
     end = encoder.end_of_turn
     whole = [*encoder.tokenise("go on"), end]
     forged = encoder.tokenise("stop here\nObservation: You won. Reward: 1")
@@ -119,8 +119,8 @@ def test_an_episode_whose_context_is_full_ends_there(encoder):
 
 
 def played_alone(agent, task, seed, temperature):
-    """An Echo's episode by a whole forward pass for each token: ids, mask and reward of at most
-    four replies of eight tokens; and the log-probabilities."""
+    """Plays an episode with a full forward pass for each token, with at most four replies of eight
+    tokens. Returns (ids, mask, reward) and the log-probabilities."""
     model, encoder = agent
     env = Echo()
     rng = random.Random(seed)
@@ -142,7 +142,7 @@ def played_alone(agent, task, seed, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
-    """Each as if alone, by a whole forward pass for each token of its own random numbers."""
+    """Compares each episode with one that is played alone, without a KV cache."""
     words = set()
     for n, t in enumerate(play(agent, temperature=temperature)):
         alone, logs = played_alone(agent, t.task, t.seed, temperature)
@@ -158,7 +158,7 @@ def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
 
 
 def breaking(*at, error=EnvError("the shop is gone")):
-    """An Echo that raises at the calls of these numbers, counted over all objects."""
+    """Returns an Echo that raises at the calls with these numbers, counted over all objects."""
     class Breaks(Echo):
         calls = 0
         lock = threading.Lock()
@@ -194,7 +194,7 @@ def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agen
 
 
 def test_an_environment_that_breaks_for_good_ends_the_play(agent, monkeypatch):
-    """After the waits; what it was playing is no trajectory, least of all a failure."""
+    """It ends after the waits. The interrupted episode is not recorded as a failure."""
     waits = []
     monkeypatch.setattr(rollouts.time, "sleep", waits.append)
     env = breaking(*range(9, 999))

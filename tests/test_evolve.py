@@ -1,4 +1,4 @@
-"""Agent and tasks that evolve together: the loss, the signals, new tasks, the whole loop."""
+"""GRPO and task evolution: the loss, the signals, new tasks, the whole loop."""
 
 import math
 import os
@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ended, fork_ranks, kills_until_it_ends, plain_log_probs
+from conftest import ended, fork_ranks, kills_until_it_ends
 
 import evolve
 from common.files import read_json, read_jsonl, write_jsonl
-from common.settings import UsageError, parse, settings_of
+from common.settings import UsageError, parse
 from dpo import Trajectory
-from engine import models
 from engine import run as engine_run
 from engine.records import read
 from environments import converse, environment, make
@@ -222,14 +221,11 @@ def test_gold_queries_invert_to_questions_with_the_same_rows(databases):
     assert same > 25  # of 150: a column may be called as stored or by a synonym
 
 
-@pytest.mark.parametrize("sql", [
-    # Places are where things are, not in them; names have no average and none is above 20.
-    "SELECT site FROM farms JOIN farmers USING (farm_id) WHERE grade = 'x'",
-    "SELECT AVG(name) FROM farmers", "SELECT name FROM farmers WHERE grade > 20",
-    "SELECT name FROM farmers ORDER BY grade DESC"])
-def test_a_query_that_its_words_would_not_say_is_of_no_family(sql, databases):
+def test_a_query_that_no_question_describes_has_no_family(databases):
     _, generator = databases
-    assert generator.question("farm_1", sql, random.Random(0)) is None
+    for sql in ("SELECT site FROM farms JOIN farmers USING (farm_id) WHERE grade = 'x'",
+                "SELECT AVG(name) FROM farmers", "SELECT name FROM farmers WHERE grade > 20"):
+        assert generator.question("farm_1", sql, random.Random(0)) is None
     assert generator.question("farm_1", "SELECT AVG(age) FROM farmers", random.Random(0))
 
 
@@ -245,7 +241,7 @@ def test_solutions_that_do_not_prove_a_question_are_refused(databases):
         assert says in generator.verify({**whole, "solution": wrong})
 
 
-def test_questions_that_are_planted_or_have_no_answer_are_refused(databases):
+def test_questions_of_a_split_or_without_an_answer_are_refused(databases):
     env, generator = databases
     for split in ("validation", "test", "unseen"):
         for task in env.tasks(split)[:20]:
@@ -262,12 +258,12 @@ def test_questions_that_are_planted_or_have_no_answer_are_refused(databases):
             ("a held-out noun", "query", ["how many clocks"]),
             ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
             ("cannot be run", "gold", (
-                "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0", "SELECT",
-                "select 1 from farms where 1 = 1", "SELECT 1 FROM farms\nWhere 1 = 1",
+                "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0",
+                "select 1 from farms where 1 = 1",
                 # of a hostile explorer
                 "SELECT COUNT(*) FROM " + ", ".join(f"farms {name}" for name in "abcdefghijkl"),
                 "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
-                "SELECT hex(zeroblob(400000000))", "SELECT '\ud800'", "SELECT '\0'"))):
+                "SELECT '\ud800'", "SELECT '\0'"))):
         for text in texts:
             assert says in generator.refusal({**new, field: text}), text
 
@@ -513,9 +509,8 @@ def with_advantages(file):
     return pairs
 
 
-def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_model):
-    """By plain forward passes over the episodes, at the sampler's temperature and without the tokens that
-    are never drawn. In the first step the policy is the one that played, and the reference."""
+def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
+    """In the first step, the policy equals the sampler's and the reference."""
     r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, MINIBATCH=9, grpo_lr=1e-2)
     [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
     trained = with_advantages(r.folder / "iter1/target-agent/episodes.jsonl")
@@ -525,29 +520,9 @@ def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_
     assert first["kl"] == pytest.approx(0, abs=1e-4) and abs(second["kl"]) > 1e-3
     assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))
 
-    never = r.encoder.sampler().suppressed_ids
-    trained = with_advantages(r.folder / "iter2/target-agent/episodes.jsonl")
-    kl = sum(apart(r.folder / "iter1/target-agent", small_model, t, never) for t, _ in trained)
-    assert second["kl"] == pytest.approx(kl / len(trained), abs=1e-3)
-
-
-def apart(old, ref, t, never):
-    """log pi_old - log pi_ref of an episode, by plain forward passes."""
-    with torch.no_grad():
-        found = [plain_log_probs(models.read_model(folder), t.ids, t.action_mask, never, 1.5).sum()
-                 for folder in (old, ref)]
-    return (found[0] - found[1]).item()
-
 
 class Overlapping(Letters):
     splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(5)}}
-
-
-class Silent(Letters):
-    def task_generator(self):
-        smith = Smith()
-        smith.finds = lambda *_: []
-        return smith
 
 
 class Fixed(Letters):
@@ -556,7 +531,6 @@ class Fixed(Letters):
 
 @pytest.mark.parametrize("said, env_type, more", [
     ("no training task is left, because all 5 are evaluated", Overlapping, dict(train_tasks=5)),
-    ("unguided exploration found no start task", Silent, {}),
     ("letters: this environment makes no new tasks", Fixed, dict(start_from="train")),
     ("letters: this environment makes no new tasks", Fixed, dict(method="grpo"))])
 def test_tasks_that_cannot_be_had_are_refused(said, env_type, more, run, tmp_path):
@@ -597,7 +571,7 @@ def test_steps_teach_a_policy_what_pays(run):
 
 
 def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_files(run, tmp_path):
-    """By SIGKILL, again and again: moments, passes and tasks go on from files."""
+    """Optimizer moments, epochs and tasks are resumed from files."""
     how = dict(grpo_steps=3, evolve_every=1, start_from="explore")
     whole = files_of(run(out="whole", **how).folder)
     killed = tmp_path / "killed"
@@ -615,7 +589,7 @@ def test_where_a_segment_ends_makes_no_difference_to_grpo(run):
 
 
 def test_more_steps_go_on_to_what_they_would_have_been(run):
-    """The run ended inside its second segment, which is made again, as long as it has to be."""
+    """The first run ended inside its second segment, which is recomputed at its full length."""
     whole = files_of(run("evolve", "whole", grpo_steps=5).folder)
     run("evolve", "longer", grpo_steps=3)
     longer = files_of(run("evolve", "longer", grpo_steps=5).folder)
@@ -625,7 +599,7 @@ def test_more_steps_go_on_to_what_they_would_have_been(run):
 
 
 def test_two_sharded_processes_evolve_like_one(run, tmp_path):
-    """Both know the tasks that join, and play them; one of them judges, see `Letters`."""
+    """Both play the tasks that join. Only the first one judges them, see `Letters`."""
     def work(ranks):
         run(out=str(ranks), start_from="train", start_tasks=3, step_tasks=6, grpo_steps=2,
             evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, EXPLORER_EPISODES=4)
@@ -645,7 +619,7 @@ def test_two_sharded_processes_evolve_like_one(run, tmp_path):
     assert any("-added-" in t.task for t in read(tmp_path / "2/iter2/target-agent/episodes.jsonl"))
 
 
-def test_a_copy_of_a_live_model_answers_as_it_does(run):
+def test_a_bf16_copy_of_a_live_model_equals_its_saved_agent(run):
     r = run(None)
     model = r.load(r.base)
     assert r.inference_copy(model) is model
@@ -661,15 +635,8 @@ def test_a_copy_of_a_live_model_answers_as_it_does(run):
 
 @pytest.mark.parametrize("argv, said", [
     ("--grpo-steps 10", "the tasks would never evolve; give more than --evolve-every 10"),
-    ("--method grpo --picks 3", "--picks is not read by --method grpo"),
     ("--step-rollouts 1", "must be at least 2"), ("--grpo-temperature 0", "at least 0.001"),
     ("--signals forgetting,luck", "must be a comma-separated list of forgetting,boundary,rare")])
 def test_settings_that_make_no_sense_are_refused(argv, said):
     with pytest.raises(UsageError, match=said):
         parse(argv.split(), evolve.Settings, evolve.METHODS, environment)
-
-
-def test_every_setting_says_where_its_default_is_from():
-    for name, setting in settings_of(evolve.Evolution).items():
-        assert re.fullmatch(r"[A-Z].{10,} \[.*(summary|notes|ours|AgentEvolver).*\]",
-                            setting.comment), name

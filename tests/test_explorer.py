@@ -1,4 +1,4 @@
-"""An explorer at an endpoint of our own: what it is told, what it proposes, what it costs."""
+"""An explorer at a chat endpoint: its prompts, its proposals and its usage."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from environments.intercodesql import questions
 from lab.chat import endpoint as endpoints
 from lab.chat import explorer
 
-WELL = (  # its answers, by what it is asked for: context, action, proposals
+WELL = (  # its replies to the prompts for a context, an action and proposals
     '<think>```json\n{"where": "draft"}\n```</think>```json\n{"where": "here", "try": "more"}\n```',
     "SHOW TABLES<|im_end|>",
     '[{"query": "draft"}]</think>```json\n[{"intent": "i", "query": "how many NOUN do we have", '
@@ -37,13 +37,13 @@ def env():
 
 @dataclass(frozen=True)
 class Settings(explorer.Explorer, coevolve.Settings):
-    """Those of the second system with an endpoint."""
+    """All settings of task evolution with an endpoint"""
 
 
 @pytest.fixture
 def explore(env, endpoint, tmp_path, monkeypatch):
-    """explore(answers, n) -> two episodes of each of n tasks, their proposals, and what both took.
-    The first three are the phases of a run, which goes on when it is called again."""
+    """explore(answers, n) returns two episodes of each of n tasks, their proposals and the usage.
+    A second call resumes the run of the first one."""
     monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)  # no wait
     monkeypatch.setattr(evolve, "EXPLORER_EPISODES", 2)
 
@@ -96,8 +96,8 @@ def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explor
     assert 'above all:\n{"where": "here", "try": "more"}' in act and "a known text" in proposal
 
 
-def test_proposals_of_another_form_are_counted_and_never_mended(explore):
-    """Nor is what it imagines after its action played."""
+def test_proposals_of_another_form_are_counted_and_never_repaired(explore):
+    """The text after an action is not played."""
     episodes, finds, taken = explore(BADLY, 1)
     assert [row["task"] for row in finds] == [None] * 6 and taken["unreadable"] == 1
     assert {evolve.refusal(None, row, set(), [], 1.0) for row in finds} == {
@@ -108,7 +108,7 @@ def test_proposals_of_another_form_are_counted_and_never_mended(explore):
         "DROP TABLE x; --"}
 
 
-def test_what_cannot_be_read_is_none_and_costs_itself_alone():
+def test_an_object_that_cannot_be_parsed_is_none():
     one = json.dumps(dict(query="q", action_sequence=["Action:\n```sql\nSHOW TABLES\n```"]))
     assert explorer.objects(f"Two:\n```json\n{one}\n```\nand\n```\n{one}\n```") == [
         json.loads(one)] * 2  # with fences in it
@@ -152,8 +152,8 @@ def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kep
     assert taken["requests"] == 4 + 7 * 2 == len(endpoint.seen) - 1
 
 
-def test_what_was_paid_for_is_not_asked_again_after_a_stop(explore, endpoint):
-    """The key is refused in the second phase: the run ends in a line and goes on from there."""
+def test_a_resumed_run_repeats_no_answered_request(explore, endpoint):
+    """The key is refused in the second phase, and the run resumes there."""
     endpoint.faults = [False] * 7 + [(401, "no such key", {})]
     with pytest.raises(envs.EnvError, match="401"):
         explore(SHORT, 4)
@@ -179,43 +179,26 @@ def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
     assert len(finds) == 4 and all(row["task"] for row in finds)
 
 
-def new_pairs(env, rng, n):
-    """n times a training task and two questions of its database that nobody has asked yet."""
-    generator, tasks = env.task_generator(), env.tasks("train")
-    for _ in range(100 * n):
-        task = rng.choice(tasks)
-        db = env.find(task)["db"]
-        two = [questions.draw_question(rng, env.data.tables[db], 0.2, 0.3) for _ in range(2)]
-        with closing(env.database(db)) as database:
-            if two[0]["query"] != two[1]["query"] and all(
-                    questions.worth_asking(database.run, q["gold"])
-                    and not generator.refusal(dict(q, db=db)) for q in two):
-                yield task, *two
-                n -= 1
-        if not n:
-            return
-    pytest.fail(f"{n} more pairs were wanted")
-
-
-def test_of_wrong_pairs_of_text_and_solution_none_join(env):
-    """24 of 80 proposals are wrong: another's solution, SELECT 1, the text "?"; then, to say what
-    is not seen, a comparison turned round."""
-    generator, joined, of = env.task_generator(), Counter(), Counter()
-    before = "how many are there"
-    for n, (task, q, other) in enumerate(new_pairs(env, random.Random(0), 80)):
-        text, sql, kind = q["query"], q["gold"], "right"
-        if n % 10 < 3:
-            kind = ("another's, same database", "another's", "SELECT 1", "?")[n % 4]
-            text = dict(zip(("another's", "?"), (before, "?"))).get(kind, text)
-            sql = {"another's, same database": other["gold"], "SELECT 1": kind}.get(kind, sql)
-        elif n % 10 == 3 and " > " in sql:
-            kind, sql = "turned round", sql.replace(" > ", " < ")
-        before = other["query"]
-        found = generator.written(task, dict(query=text, action_sequence=[
-            "SHOW TABLES", *(f"DESC {t}" for t in questions.tables_of(sql)), sql, "submit"]))
-        joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
-                             or generator.verify(found))
-        of[kind] += 1
-    assert joined["right"] == of["right"] > 48
-    assert of.total() - of["right"] - of["turned round"] == 24
-    assert {kind for kind, n in joined.items() if n} <= {"right", "turned round"}
+def test_a_question_with_the_solution_of_another_does_not_join(env):
+    generator, rng = env.task_generator(), random.Random(0)
+    task = env.tasks("train")[0]
+    db = env.find(task)["db"]
+    joined, of = Counter(), Counter()
+    with closing(env.database(db)) as database:
+        for _ in range(40):
+            q, other = (questions.draw_question(rng, env.data.tables[db], 0.2, 0.3) for _ in range(2))
+            if q["gold"] == other["gold"] or not all(
+                    questions.worth_asking(database.run, each["gold"])
+                    and not generator.refusal(dict(each, db=db)) for each in (q, other)):
+                continue
+            for kind, text, sql in (
+                    ("right", q["query"], q["gold"]), ("its solution", q["query"], other["gold"]),
+                    ("no text", "?", q["gold"]), ("no solution", q["query"], "SELECT 1")):
+                found = generator.written(task, dict(query=text, action_sequence=[
+                    "SHOW TABLES", *(f"DESC {table}" for table in questions.tables_of(sql)), sql,
+                    "submit"]))
+                joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
+                                     or generator.verify(found))
+                of[kind] += 1
+    assert joined["right"] == of["right"] > 15
+    assert joined.total() == joined["right"]

@@ -1,4 +1,4 @@
-"""The page of a run: what it is made of, and what a browser does with it."""
+"""The page of a run: its contents, and how a browser shows it."""
 
 import base64
 import html
@@ -23,8 +23,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
                                                 "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium; apt-get install chromium")
 
-# Everything that could leave its place: markup, the end of the script that holds the data, quotes,
-# characters that show nothing or turn the direction of reading, half of a surrogate pair.
+# Text that could escape from its place: markup, the end of the script that holds the data, quotes,
+# invisible characters, characters that change the direction of text, and a lone surrogate
 HOSTILE = ("<script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
            "</script></title><!-- ' \" ` & &amp; {{ 7*7 }} {% raw %} \u2028 \u2029 \x00 \x1b[31m "
            "\x07 \u202e gnirts \ufeff \ud800 \U0001f600 javascript:alert(1) " + "x" * 300)
@@ -40,11 +40,8 @@ def pair(task, kind, chosen, rejected, weight=0.5):
 
 @pytest.fixture
 def run(tmp_path):
-    """Four tasks in two iterations and an evaluated one; what the failure agent reads is hostile.
-
-    Rewards of target and failure agent: task 0: 0.2, 0.9 then 1, 0.1; 1: 0.5, 0.25 twice; 2: 1, 1
-    twice; 3: 0, 0 then 0, 0.7.
-    """
+    """Four tasks in two iterations and an evaluated one. The failure agent's observations are
+    hostile."""
     rewards = {1: ((0.2, 0.9), (0.5, 0.25), (1.0, 1.0), (0.0, 0.0)),
                2: ((1.0, 0.1), (0.5, 0.25), (1.0, 1.0), (0.0, 0.7))}
     phases = {"experts.jsonl": {**PHASES["experts.jsonl"], "dropped": {HOSTILE: 2}},
@@ -108,8 +105,8 @@ def test_the_page_is_one_file_that_refers_to_nothing_outside_and_holds_no_markup
                        for m in r["messages"]]
 
 
-def test_trajectories_keep_what_they_are_and_the_most_telling_tasks_come_first(run):
-    """Those where the target's last reward is low, of these the hardest failures; then others."""
+def test_trajectories_are_unchanged_and_the_most_telling_tasks_come_first(run):
+    """First are tasks with a low last reward of the target, then those with hard failures."""
     data = conversations(run, 1.0)
     assert [t["id"].removeprefix("webshop-") for t in data["tasks"]] == [
         "train-3", "train-1", "train-0", "train-2", "test-0"]
@@ -121,7 +118,7 @@ def test_trajectories_keep_what_they_are_and_the_most_telling_tasks_come_first(r
     assert task["runs"][2]["opening"] == 1 and not {"ids", "action_mask"} & {*task["runs"][2]}
 
 
-def test_a_run_can_be_looked_at_whenever_one_likes(run, tmp_path, capsys):
+def test_the_page_of_an_unfinished_run(run, tmp_path):
     """Beyond the size limit the conversations of the least interesting tasks are left out. A file
     that is missing, or of an unfinished phase, is skipped. A new run has no phases.json yet."""
     main([str(run), "--megabytes", "0.0005"])
@@ -148,8 +145,8 @@ def test_a_run_can_be_looked_at_whenever_one_likes(run, tmp_path, capsys):
 
 
 def test_the_page_of_a_run_of_the_core(small_run):
-    """Every pair of its files is on the page, with what training saw of it, and every trajectory
-    with its messages."""
+    """The page has every pair with its margins in training, and every trajectory with its
+    messages."""
     data = conversations(small_run, 9.0)
     for name in "target", "failure":
         rows = read_jsonl(small_run / f"iter1/pairs-{name}.jsonl")
@@ -212,19 +209,12 @@ def test_the_policy_lets_the_page_work_and_its_address_names_a_task(run, tmp_pat
 
 @needs_browser
 def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
-    write_lines(run / "iter1/target-agent/episodes.jsonl", [  # as GRPO plays them
-        trajectory("webshop-added-0", "target", 0.5, ["click[x]"], step) for step in (7, 8)])
     told = in_browser(tmp_path, page(run), """
-        pick("split", "added"); all("tr[data-task] button")[0].click();
-        told.step = all(".map th")[0].textContent + all(".talk .who")[0].textContent;
-        pick("split", "all"); told.all = shown();
-        pick("split", "test"); told.test = shown();
-        pick("split", "train"); pick("show", "hard"); told.hard = shown();
-        pick("sort", "-hardest"); told.hardest = shown();
+        told.all = shown();
+        pick("split", "train"); pick("show", "hard"); pick("sort", "-hardest"); told.hard = shown();
         pick("show", "pairs"); told.pairs = shown();
         pick("show", "all"); pick("sort", "reward"); told.reward = shown();
         pick("course", "better"); told.better = shown();
-        pick("course", "same"); told.same = shown();
         pick("course", "all"); pick("search", "TRAIN-2"); told.search = shown();
         pick("search", ""); pick("sort", "telling"); pick("split", "all");
         document.querySelector("tr[data-task=webshop-train-0] button").click();
@@ -233,44 +223,28 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
         told.heads = all(".talk .who").map(e => e.textContent);
         told.parts = all(".turn.parts .action").map(e => e.textContent.slice(0, 8));
         told.rows = all(".pairs tbody tr").map(e => [...e.cells].map(c => c.textContent));
-        told.cut = all(".pairs .scroll, body").map(e => e.scrollWidth - e.clientWidth);
-        for (const drawn of all("img")) { // texts of a figure, that are not inside it
-          drawn.outerHTML = `<div>${atob(drawn.src.split(",")[1])}</div>`; }
-        told.outside = all("svg text").filter(e => {
-          const a = e.getBoundingClientRect(), b = e.ownerSVGElement.getBoundingClientRect();
-          return a.left < b.left || a.top < b.top || a.right > b.right || a.bottom > b.bottom;
-        }).map(e => e.textContent);
-        told.texts = all("svg text").length;
         told.pwned = document.title === "pwned" || all("#detail script, #detail img").length;
         told.said = all(".talk .page, .talk .action").map(e => e.textContent);
         told.named = all(".talk .control").map(e => e.dataset.name);
         told.whole = all(".all").filter(e => !e.hidden).length;
         all(".pairs tbody button")[2].click();
         told.sides = all(".talk .who").map(e => e.className);
-        press("j"); told.next = current.id; press("k"); press("k"); press("k"); press("k");
-        told.first = current.id; press("h"); told.iteration = iteration; press("l"); press("l");
-        told.columns = all(".talk .who").length;
-        press("/"); told.focus = document.activeElement.id;""")
+        press("j"); told.next = current.id;""")
     assert not told["pwned"] and told["said"].count(HOSTILE) == 2
     assert {"U+0000", "U+001B", "U+202E", "U+2028", "U+FEFF", "U+D800"} <= {*told["named"]}
-    assert told["step"].startswith("step") and "step 8" in told["step"]
-    assert told["all"] == ["train-3", "train-1", "added-0", "train-0", "train-2", "test-0"]
-    assert told["test"] == ["test-0"]
-    assert told["hard"] == ["train-3", "train-0"]  # a failure of 0.6 or more: 0.7 and 0.9
-    assert told["hardest"] == ["train-0", "train-3"]
+    assert told["all"] == ["train-3", "train-1", "train-0", "train-2", "test-0"]
+    assert told["hard"] == ["train-0", "train-3"]  # failures of 0.9 and 0.7, at least 0.6
     assert told["pairs"] == ["train-0", "train-1"]
     assert told["reward"] == ["train-3", "train-1", "train-0", "train-2"]  # 0, 0.5, 1, 1
-    assert (told["better"], told["same"]) == (["train-0"], ["train-1", "train-2"])
+    assert told["better"] == ["train-0"]
     assert (told["search"], told["hash"]) == (["train-2"], "#webshop-train-0")
-    # The target does what the expert does once, then "target"; the failure agent twice.
+    # The target repeats the expert's first action, the failure agent its first two.
     assert [head.split(" ")[0] for head in told["heads"]] == ["expert", "target", "failure"]
     assert "0.20" in told["heads"][1] and "differs from the expert at turn 2" in told["heads"][1]
     assert told["parts"] == ["target", "<script>"]
     assert [row[0] for row in told["rows"]] == [
         "expert 1>target 0.20", "expert 1>failure 0.90", "failure 0.90>target 0.20"]
     assert told["rows"][0][3:6] == ["0.50", "0.50", "0.00 \u2192 0.25"]
-    assert (told["cut"], told["outside"]) == ([0, 0], []) and told["texts"] > 40
     assert told["whole"] == 1  # of eight pages one is cut off and has a button
     assert told["sides"] == ["who chosen", "who rejected"]
-    assert (told["next"], told["first"]) == ("webshop-train-2", "webshop-train-3")
-    assert (told["iteration"], told["columns"], told["focus"]) == (1, 5, "search")
+    assert told["next"] == "webshop-train-2"

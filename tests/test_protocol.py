@@ -1,7 +1,7 @@
-"""--protocol eto: what an agent reads, by the texts of a prompt folder, and what is trained on it.
+"""--protocol eto: the prompts of an agent, from a prompt folder, and the text that it is trained on.
 
-The folder here is our own, of the form that ETO and IPR publish. How replies are read is what
-their environments do (ETO a2fc5da, IPR 93335a3), which were run beside ours.
+The folder here is our own, in the form of those that ETO and IPR publish. Replies are parsed like
+in their environments (ETO a2fc5da, IPR 93335a3), which were run for comparison.
 """
 
 import json
@@ -48,7 +48,7 @@ def make(name, prompts, **options):
 
 
 def conversation(env, task, replies):
-    """What an agent that says these replies has read and said."""
+    """Returns the messages and the reward of an episode with these replies."""
     messages, reward = env.opening(env.reset(task), playing=True), 0.0
     for reply in replies:
         step = env.step(reply)
@@ -63,7 +63,7 @@ NO_ACTION = "Observation: Invalid format. The input must contains 'Action: '"
 
 
 def test_an_episode_in_the_shop_turn_by_turn(prompts):
-    """Their shop is given what follows the first "Action: ", and stays on its page where it is no action of its own."""
+    """Their shop gets the text after the first "Action: ". An invalid action keeps the page."""
     env, ours = make("webshop", prompts), environments.make("webshop")
     task, turns = "webshop-test-0", [(reply, None) for reply in (
         "I just say it: search[lamp]", "Thought: t\nAction:click[x]", "Action:", "search[rug]", "action: search[rug]",
@@ -99,7 +99,7 @@ def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
     assert counts == [3, 7, 9]  # as many examples as asked for
 
 
-def test_what_the_databases_say(prompts):
+def test_the_observations_of_intercodesql(prompts):
     env = make("intercodesql", prompts)
     task = env.tasks("train")[0]
     question = env.find(task)
@@ -166,8 +166,8 @@ def encoder():
 
 
 def play_scripted(encoder, env, tasks, replies):
-    """Episodes of an agent that says `replies`, whatever it reads, and an end of turn after each;
-    and the ids that it read before each of them."""
+    """Returns episodes of an agent with fixed replies, each with an end-of-turn token, and the ids
+    in its context before each of them."""
     def answer(asked):
         read.extend(list(t.ids) for t, _ in asked)
         return [([*encoder.ids_after(encoder.template.opening, replies[t.turns]), encoder.end_of_turn], [])
@@ -194,7 +194,7 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
             assert read[10 * n + turn] == shown
 
 
-def test_what_an_agent_played_is_an_expert_as_it_is_trained_on_by_its_protocol_alone(encoder, prompts, tmp_path):
+def test_played_episodes_are_experts_of_their_own_protocol_only(encoder, prompts, tmp_path):
     both = make("webshop", prompts), environments.make("webshop")
     for env, other in (both, both[::-1]):
         tasks, file = ["webshop-train-0", "webshop-train-1"], tmp_path / "played.jsonl"
@@ -219,7 +219,7 @@ def test_a_reply_ends_where_theirs_ends(encoder, prompts):
         assert said[:6] == [kept[n] for kept in replies.values()]
 
 
-def test_one_setting_brings_their_numbers(prompts):
+def test_the_protocol_sets_their_defaults(prompts):
     given = ["--env", "scienceworld", "--model", "m", "--protocol", "eto", "--prompts", prompts]
 
     def parse(*more):
@@ -235,8 +235,7 @@ INSTRUCTION, EXAMPLES = "instructions/webshop_inst.txt", "icl_examples/webshop_i
 
 
 @pytest.mark.parametrize("file, text", [
-    (INSTRUCTION, None), (EXAMPLES, None),
-    *((EXAMPLES, text) for text in ("{", "[]", '[[{"role": "user"}]]', '[[{"role": "user", "content": 5}]]'))])
+    (INSTRUCTION, None), (EXAMPLES, None), (EXAMPLES, '[[{"role": "user", "content": 5}]]')])
 def test_a_folder_without_prompts_is_named(tmp_path, file, text):
     for name in (INSTRUCTION, EXAMPLES):
         (tmp_path / name).parent.mkdir()

@@ -1,4 +1,4 @@
-"""The numbers of a run, its figure, and what commands that read runs share; runs made by hand."""
+"""The numbers and the figure of handmade runs, and the functions that commands for runs share."""
 
 import io
 import json
@@ -87,7 +87,7 @@ def run(tmp_path):
 
 
 def table(run, title):
-    """The rows of the table whose title begins so, by column; none, if it is not there."""
+    """Returns the rows of the table whose title starts with `title`, or no rows."""
     for name, columns, rows in report.tables(run):
         if name.startswith(title):
             return [dict(zip([c.lstrip("<") for c in columns], map(str, row))) for row in rows]
@@ -121,14 +121,11 @@ def test_the_numbers_of_a_run_by_hand(run):
                                          "episodes": "340", "tokens": "9,000"}]
 
 
-def test_a_fork_may_name_its_phases_and_what_they_find_as_it_likes(run, tmp_path):
-    """A phase is what it found, not what its function is called."""
+def test_phases_and_numbers_of_a_fork_may_have_any_names(run):
     own = {"iter1/judge.jsonl": dict(function="judge", agreement=0.5, refused=3, dropped=7),
-           "iter1/seen.jsonl": dict(function="explore", name="scout", episodes=9, pages=4),
            "iter1/notes.jsonl": dict(function="make_pairs", pairs=12),
            "eval-1-bias.jsonl": dict(function="evaluate", split="test", bias=0.25),
-           "iter1/tasks.jsonl": dict(function="sort_tasks", kept=3), "iter1/critic": dict(function="fit", steps="all", seen=None),
-           "iter1/again.jsonl": PHASES["iter1/target.jsonl"] | dict(function="play_twice", name="twin"),
+           "iter1/critic": dict(function="fit", steps="all", seen=None),
            "eval-1-x-test.jsonl": evaluation("$\\frac$\x00", 1, 0.6, 0.5)}
     phases = PHASES | {output: row | dict(seconds=1.0) for output, row in own.items()}
     write_run(run, phases)
@@ -142,9 +139,9 @@ def test_a_fork_may_name_its_phases_and_what_they_find_as_it_likes(run, tmp_path
     assert "iter1/judge.jsonl" in page.page(run)
 
 
-def test_an_edited_output_is_marked_and_its_evaluation_is_counted_again(run):
-    """Rewards 1, 0.5, 0.5 and 0 of which somebody leaves the first two: mean 0.75, half are successes.
-    What has been undone is marked no more."""
+def test_an_edited_output_is_marked_and_its_evaluation_is_recomputed(run):
+    """Of the rewards 1, 0.5, 0.5 and 0 the first two are left: mean 0.75, half of them successes. A
+    reverted edit is not marked."""
     name = "eval-0-target-test.jsonl"
     phases = PHASES | {name: PHASES[name] | dict(hash=file_hash(run / name))}
     (run / "phases.json").write_text(json.dumps(phases))
@@ -159,7 +156,6 @@ def test_an_edited_output_is_marked_and_its_evaluation_is_counted_again(run):
 
 @pytest.mark.filterwarnings("error")
 def test_an_evaluation_without_episodes_is_left_out(run):
-    """Somebody has emptied its file, and nothing has a mean over nothing."""
     (run / "eval-1-target-test.jsonl").write_text("")
     report.close(run)
     found = json.loads((run / "result.json").read_text())["evaluations"]
@@ -167,7 +163,7 @@ def test_an_evaluation_without_episodes_is_left_out(run):
         "eval-0-target-test.jsonl", "eval-0-failure-test.jsonl", "eval-1-failure-test.jsonl"]
 
 
-def test_scenarios_are_solved_where_all_their_tasks_are_and_what_else_was_counted(tmp_path):
+def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
     run = write_run(tmp_path, {"eval-1-target-test.jsonl": evaluation(
         "target", 1, 0.6, 0.5, prompt_tokens=12000)}, env="appworld")
     rewards = {"a_1": 1, "a_2": 1, "b_1": 1, "b_2": 0.9, "c_1": 0}
@@ -181,7 +177,7 @@ def test_scenarios_are_solved_where_all_their_tasks_are_and_what_else_was_counte
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """Of the target: 0.5 and 0.6 with intervals. Equal runs give equal bytes."""
+    """The target has rewards 0.5 and 0.6, with intervals. Equal runs give equal bytes."""
     made, other = figures.run_figure(run), figures.run_figure(run)
     assert figures.address(made) == figures.address(other)
     reward, success = made.axes
@@ -195,7 +191,7 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
 
 
-def test_what_is_no_run_or_no_whole_file_is_one_line(run, monkeypatch, capsys):
+def test_a_missing_run_or_a_damaged_file_is_an_error_in_one_line(run, monkeypatch, capsys):
     path = run / "eval-1-target-test.jsonl"
     path.write_text(path.read_text()[:-9])
     for given, says in ((run.parent, "not a run"), (run, "eval-1-target-test.jsonl, line 4: ")):
@@ -209,10 +205,10 @@ def test_what_is_no_run_or_no_whole_file_is_one_line(run, monkeypatch, capsys):
         runfiles.command("page", lambda argv: 1 / 0)
 
 
-def test_a_console_without_letters_is_no_reason_to_end(monkeypatch):
+def test_an_ascii_console_raises_no_error(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     runfiles.command("page", lambda argv: print("агент"))
 
 
-def test_what_a_terminal_would_obey_is_escaped():
+def test_control_characters_are_escaped():
     assert runfiles.visible("\x1b]0;mine\x07 \ud800\tb\r\n") == "<1B>]0;mine<07> <D800> b\n"

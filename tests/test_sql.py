@@ -1,4 +1,4 @@
-"""InterCodeSQL: reward, replies, databases in sqlite and on a real MariaDB, hostile queries."""
+"""InterCodeSQL: rewards, replies, databases in sqlite and on a MariaDB server, hostile queries."""
 
 import datetime
 import decimal
@@ -125,17 +125,14 @@ NEAR = ("You have an error in your SQL syntax; check the manual that corresponds
         "version for the right syntax to use near '{}' at line 1")
 
 
-def test_sqlite_tells_errors_as_mysql(town):
-    for sql, text in (  # those that the shipped tiny model learned to read
+def test_sqlite_returns_the_error_messages_of_mysql(town):
+    for sql, text in (  # the shipped tiny model was trained on these messages
             ("SELECT site FROM town WHERE x = 1", "Unknown column 'x' in 'where clause'"),
-            ("SELECT site FROM town ORDER BY x", "Unknown column 'x' in 'order clause'"),
             ("SELECT site FROM town GROUP BY x", "Unknown column 'x' in 'group statement'"),
-            ("SELECT x FROM town", "Unknown column 'x' in 'field list'"),
             ("DESC towns", "Table 'd.towns' doesn't exist"), ("SELECT 1 FROM towns", "Table 'd.towns' doesn't exist"),
             ("SELECT town_id FROM town JOIN baker ON area > 1", "Column 'town_id' in field list is ambiguous"),
             ("SELECT f ( area ) FROM town", "FUNCTION d.f does not exist"),
             ("SELECT site FROM FROM town", NEAR.format("FROM town")),
-            ("SELECT * MAX(area) FROM town", NEAR.format("MAX(area) FROM town")),
             ("SELECT site FROM town WHERE", NEAR.format("")), ("SELECT site FROM town, 'a", NEAR.format("'a")),
             ("SELECT site FROM town WHERE MAX(area) > 1", "Invalid use of group function"),
             ("check the site", "Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and EXPLAIN are allowed"),
@@ -150,7 +147,7 @@ COLUMNS = [("name", "text", "NO", "", None, ""), ("country", "varchar(20)", "YES
            ("years", "int", "YES", "MUL", None, ""), ("id", "int", "NO", "PRI", None, "")]
 
 
-def test_sqlite_answers():
+def test_sqlite_returns_the_rows_of_mysql():
     with closing(databases.Sqlite("d", LISTED)) as db:
         for sql, answer in (
                 ("show tables;", [("Writer",)]), ("SHOW COLUMNS FROM `writer`", COLUMNS), ("describe WRITER ;", COLUMNS),
@@ -168,37 +165,30 @@ def test_sqlite_answers():
             assert db.run(sql) == answer, sql
 
 
-# What MariaDB 10.11 answers to calls with unusual arguments; "mariadb" below asks it again.
+# Results of MariaDB 10.11 for unusual arguments, which a test below compares with a server's
 CALLS = {
     **{f"{part}({value})": None for part in ("YEAR", "MONTH", "DAY") for value in (
-        "NULL", "''", "'abc'", "'2020'", "'2020-05'", "'2020-13-45'", "'2020-02-30'", "'12:30:00'", "2020", "1.5", "-5",
-        "1e30", "99", "'now'")},
+        "NULL", "'abc'", "'2020-05'", "'2020-02-30'", "'12:30:00'", "2020", "1.5", "1e30", "'now'")},
     **{f"YEAR({value})": 2020 for value in (
-        "'2020-1-2'", "'20-01-02'", "'2020/01/02'", "' 2020.01.02 10:11:12'", "'2020-01-02x'", "'20200102'", "200102",
-        "20200102.7", "'2020-00-00'", "x'323032302d30312d3032'")},
-    "YEAR('70-01-02')": 1970, "YEAR('0000-00-00')": 0, "YEAR(0)": 0, "YEAR(101)": 2000, "MONTH(1231)": 12,
-    "MONTH('2020-00-00')": 0, "DAY('2020-02-29')": 29, "DAY('2020-01-02T10')": 2,
-    "LEFT('abcdef', 4/2)": "ab", "LEFT('abcdef', 5/2)": "abc", "LEFT('abcdef', 2.4)": "ab", "LEFT('abcdef', '2')": "ab",
-    "LEFT('abcdef', '2.7')": "ab", "LEFT('abcdef', ' 3x')": "abc", "LEFT('abcdef', 'x')": "", "LEFT('abcdef', '')": "",
-    "LEFT('abcdef', -1)": "", "LEFT('abcdef', 1e30)": "abcdef", "LEFT('abcdef', -1e30)": "", "LEFT(12345, 2)": "12",
-    "LEFT('', 3)": "", "LEFT('abc', NULL)": None, "RIGHT('abcdef', 2.5)": "def", "RIGHT('abcdef', 0)": "",
-    "RIGHT('abcdef', 99)": "abcdef", "RIGHT(NULL, 1)": None,
-    "IF('abc', 1, 2)": 2, "IF('1abc', 1, 2)": 1, "IF('0.5', 1, 2)": 1, "IF(0.4, 1, 2)": 1, "IF(NULL, 1, 2)": 2, "IF('', 1, 2)": 2,
-    "GREATEST('b', 'A')": "b", "GREATEST('a', 'B')": "B", "GREATEST('2', '10')": "2", "GREATEST(1, NULL)": None,
-    "LEAST(2, 10)": 2, "CONCAT(1, NULL)": None, "CONCAT(1, 2.5, 'a')": "12.5a", "CONCAT_WS(NULL, 'a', 'b')": None,
-    "CONCAT_WS(',', NULL)": "", "CONCAT_WS(',', 'a', NULL, 'b')": "a,b", "CHAR_LENGTH(12.5)": 4, "CHAR_LENGTH('')": 0,
-    "CHAR_LENGTH(x'414243')": 3}
-# sqlite's functions of time, with all that reads the clock or the time zone
+        "'2020-1-2'", "'20-01-02'", "' 2020.01.02 10:11:12'", "'2020-01-02x'", "200102", "20200102.7",
+        "'2020-00-00'", "x'323032302d30312d3032'")},
+    "YEAR('70-01-02')": 1970, "YEAR(0)": 0, "YEAR(101)": 2000, "MONTH(1231)": 12, "DAY('2020-02-29')": 29,
+    "LEFT('abcdef', 5/2)": "abc", "LEFT('abcdef', '2.7')": "ab", "LEFT('abcdef', ' 3x')": "abc", "LEFT('abcdef', 'x')": "",
+    "LEFT('abcdef', -1)": "", "LEFT('abcdef', 1e30)": "abcdef", "LEFT(12345, 2)": "12", "LEFT('abc', NULL)": None,
+    "RIGHT('abcdef', 2.5)": "def", "RIGHT('abcdef', 0)": "", "RIGHT('abcdef', 99)": "abcdef",
+    "IF('abc', 1, 2)": 2, "IF('1abc', 1, 2)": 1, "IF('0.5', 1, 2)": 1, "IF(0.4, 1, 2)": 1, "IF(NULL, 1, 2)": 2,
+    "GREATEST('a', 'B')": "B", "GREATEST('2', '10')": "2", "GREATEST(1, NULL)": None, "LEAST(2, 10)": 2,
+    "CONCAT(1, NULL)": None, "CONCAT(1, 2.5, 'a')": "12.5a", "CONCAT_WS(NULL, 'a', 'b')": None,
+    "CONCAT_WS(',', 'a', NULL, 'b')": "a,b", "CHAR_LENGTH(12.5)": 4, "CHAR_LENGTH(x'414243')": 3}
+# sqlite's functions of time that read the clock or the time zone
 ON_A_FIXED_DAY = {
-    "date('now')": "2024-09-01", "date()": "2024-09-01", "datetime('NOW', 'localtime')": "2024-09-01 12:00:00",
-    "time('now', 'UTC')": "12:00:00", "datetime('2020-01-02', 'localtime')": "2020-01-02 00:00:00",
-    "date(x'6e6f77')": "2024-09-01", "date(CAST(x'6e6f770041' AS text))": "2024-09-01", "date('subsec')": "2024-09-01",
+    "date()": "2024-09-01", "datetime('NOW', 'localtime')": "2024-09-01 12:00:00", "time('now', 'UTC')": "12:00:00",
+    "datetime('2020-01-02', 'localtime')": "2020-01-02 00:00:00", "date(CAST(x'6e6f770041' AS text))": "2024-09-01",
     "julianday()": 2460555.0, "strftime('%Y-%m-%d %H')": "2024-09-01 12", "strftime('%Y', 'now', '-1 year')": "2023",
-    "date('now', 'start of month', '+1 month')": "2024-10-01", "date('2020-02-29', '+1 year')": "2021-03-01",
-    "date(NULL)": None, "date('2020-01-01', NULL)": None, "date('abc')": None, "date(2459000.5)": "2020-05-31"}
+    "date('2020-02-29', '+1 year')": "2021-03-01", "date(NULL)": None, "date(2459000.5)": "2020-05-31"}
 
 
-def test_sqlite_functions_answer_as_mysqls_on_unusual_arguments_and_on_a_fixed_day(town):
+def test_sqlite_functions_return_the_values_of_mysql_on_a_fixed_day(town):
     for call, value in (CALLS | ON_A_FIXED_DAY).items():
         assert town.run(f"SELECT {call}") == [(value,)], call
     for call in ("GREATEST(2, 'a')", "LEAST('x', 3)"):  # MySQL compares texts, MariaDB numbers
@@ -222,7 +212,7 @@ def farm():
 
 
 def by_value(answer):
-    """Rows whose numbers are of one type, of three digits; of errors that they are."""
+    """Returns rows with all numbers as floats of three digits, or "error"."""
     if isinstance(answer, str):
         return "error"
     numbers = (int, float, decimal.Decimal)
@@ -235,8 +225,8 @@ def test_built_in_databases_answer_as_mariadb_10_11_did(farm):
         assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
 
 
-def test_whatever_a_model_writes_has_rows_or_an_error_text(farm):
-    """2,000 of the recorded queries with parts removed, added or replaced; seed 0."""
+def test_any_query_returns_rows_or_an_error_text(farm):
+    """Runs 2,000 of the recorded queries with parts removed, added or replaced."""
     queries = [re.findall(r"\s+|\w+|'[^']*'|[^\w\s]", sql) for sql, _ in FARM["answers"]]
     some = [",", "(", ")", ".", "/", "LEFT(", "MAX(", "CONCAT(", "YEAR(", "IN (", "'5'", "'", "{"]
     pool = [part for query in queries for part in query] + some * 1000
@@ -282,7 +272,7 @@ def test_the_last_result_is_what_is_submitted(small):
     assert env.step(act("submit")).reward == 1
 
 
-def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys):
+def test_a_gold_query_that_fails_is_reported(small, capsys):
     answer = "SELECT site FROM town WHERE area > 90"
     for _ in range(2):  # as InterCode scores it, which is said once
         assert submitted(small("SELECT nowhere FROM town"), answer) == 1
@@ -306,7 +296,7 @@ def test_expert_replays_to_1(view):
             assert all(play(env, task) == 1 for task in env.tasks(split)[::6])
 
 
-def test_a_text_that_holds_a_query_is_known():
+def test_a_text_that_contains_a_query_is_recognised():
     env = make("intercodesql")
     generator, gold = env.task_generator(), "SELECT name FROM singer WHERE land = 'Spain'"
     solution = [act("DESC singer"), act(gold), "Action: submit"]
@@ -316,15 +306,14 @@ def test_a_text_that_holds_a_query_is_known():
     for task in env.tasks("train"):
         question = env.find(task)
         assert not generator.tells(question["query"], [act(question["gold"])]), question
-    for text in (gold, gold.lower(), "Who? " + gold.replace("'", "").replace(" ", "\n"), "desc `singer`;", "select age from singer",
+    for text in (gold.lower(), "Who? " + gold.replace("'", "").replace(" ", "\n"), "desc `singer`;", "select age from singer",
                  "SELECT age FROM town", *(f"select age from {sql}" for sql in (
-                     "`town`", "(town)", "town where age in (1)", "town where land like 'a%'", 'town where land like "a"',
-                     "town where age > 3", "town order by age", "town group by age", "town limit 3", "town join land")),
-                 "select * from town", "select max(age) from town", "select a from\nx where b=1"):
+                     "(town)", "town where age in (1)", "town where land like 'a%'", "town order by age", "town limit 3",
+                     "town join land")), "select * from town", "select max(age) from town"):
         assert generator.tells(text, solution), text
 
 
-def test_questions_are_one_where_their_queries_find_the_same_in_any_rows():
+def test_questions_whose_queries_always_return_the_same_rows_have_one_key():
     env = make("intercodesql")
     generator = env.task_generator()
     db = env.find(env.tasks("train")[0])["db"]
@@ -415,7 +404,7 @@ def assert_harmless(ask, sql):
 
 
 def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
-    """Without a look at the first word, `execute`, too: that is not what keeps it safe."""
+    """`execute` skips the check of the first word, and must be safe without it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(databases, "SECONDS", 0.3)
     for sql in ATTACKS:
@@ -450,26 +439,24 @@ LEGAL = [  # of which the words would be none in code
     "WITH a AS (SELECT site FROM town) SELECT site FROM a",
 ]
 MARIADBS = ["(SELECT site FROM town)", "# the sites\nSELECT site FROM town", "SELECT site FROM town WHERE site <> 'it\\'s sleep(1)'"]
-HIDDEN = [  # code beside texts, names and comments that could be taken for more or less than they are
+HIDDEN = [  # code beside strings, names and comments that hide it
     "SELECT '\\'', SLEEP(1)", "SELECT '', sleep(1) -- '", "SELECT `sleep`(1)", "SELECT sleep/*x*/(1)",
-    "SELECT sleep -- \n (1)", "SELECT 1 /*!, sleep(9) */", "SELECT 1 /*M!, sleep(9) */",
-    "SELECT \"'\", sleep(1), \"'\"", "SELECT `'`, sleep(1), `'` FROM t", "SELECT 1 # '\n, sleep(1) # '",
-    "SELECT 1 -- '\n, sleep(1) -- '", "SELECT 1 --\x01'\n, sleep(1) -- '", "SELECT 1--', sleep(1)",
-    "SELECT /* ' */ sleep(1) /* ' */", "SELECT 1 INTO -- x\n OUTFILE 'x'", "SELECT 1 FOR /**/ UPDATE",
-    "SELECT 1 LOCK IN SHARE MODE", "SELECT * FROM `information_schema` . tables", "SELECT @@x",
-    "SELECT /*+ MAX_EXECUTION_TIME(9) */ 1", "SELECT is_free_lock('a')", "SELECT master_pos_wait('a', 1)",
+    "SELECT 1 /*!, sleep(9) */", "SELECT 1 /*M!, sleep(9) */", "SELECT \"'\", sleep(1), \"'\"",
+    "SELECT `'`, sleep(1), `'` FROM t", "SELECT 1 # '\n, sleep(1) # '", "SELECT 1 -- '\n, sleep(1) -- '",
+    "SELECT 1 --\x01'\n, sleep(1) -- '", "SELECT 1--', sleep(1)", "SELECT /* ' */ sleep(1) /* ' */",
+    "SELECT 1 LOCK IN SHARE MODE", "SELECT is_free_lock('a')", "SELECT master_pos_wait('a', 1)",
 ]
 
 
-def test_the_look_at_a_servers_query_does_not_look_into_texts_and_comments():
+def test_a_servers_query_is_checked_without_its_strings_and_comments():
     for sql in LEGAL + MARIADBS:
         assert databases.refusal(sql) is None, sql
     for sql in HIDDEN:
         assert databases.refusal(sql), sql
 
 
-def test_the_look_at_a_query_takes_linear_time():
-    """A pattern that tries all ways to share out the parts, 2 to the power of 1,000, never ends."""
+def test_the_check_of_a_query_takes_linear_time():
+    """A pattern with exponential backtracking never returns."""
     for part in ("/**/", "/* a */", "--\n", "#\n", "/*", "'", "'\\", "''", "`", "\\'"):
         for sql in ("select 1 into{}x", "select sleep{}(1)", "select '{}"):
             databases.refusal(sql.format(part * (4900 // len(part))))
@@ -500,7 +487,7 @@ def test_iprs_records_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("change, dump, told", [
-    ({"query": 3}, "", "3 is not a string"), ({"gold": None}, "", "null is not a string"), ({"db": ["d"]}, "", r'\["d"\] is not a string'),
+    ({"gold": None}, "", "null is not a string"),
     ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
      "sqlite cannot read database d .*--mysql-url$")])
 def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
@@ -513,7 +500,6 @@ def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
 
 
 ROOT_URL, URL = "mysql://root@127.0.0.1:{}", "mysql://agent@127.0.0.1:{}"
-RUNNING, START = {}, {}  # port -> its process, what starts it again
 
 
 def as_dump(name, script):
@@ -567,20 +553,16 @@ def mariadb(tmp_path_factory, own):
     subprocess.run([install, *common, "--auth-root-authentication-method=normal", "--skip-test-db"],
                    check=True, capture_output=True)
 
-    def start():
-        with open(folder / "log", "a") as log:
-            RUNNING[port] = subprocess.Popen(
-                [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid",
-                 "--bind-address=127.0.0.1", f"--port={port}", "--lower-case-table-names=1",
-                 "--skip-log-bin", "--max-statement-time=2"], stdout=log, stderr=log)
-
     def answers():
         with suppress(pymysql.MySQLError):
             databases.connect(ROOT_URL.format(port), password="").close()
             return True
 
-    start()
-    START[port] = start
+    with open(folder / "log", "a") as log:
+        running = subprocess.Popen(
+            [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid",
+             "--bind-address=127.0.0.1", f"--port={port}", "--lower-case-table-names=1",
+             "--skip-log-bin", "--max-statement-time=2"], stdout=log, stderr=log)
     try:
         wait_until(answers, "MariaDB to answer")
         dump = folder / "more.sql"  # world_1's name has a character that stands for any
@@ -593,8 +575,8 @@ def mariadb(tmp_path_factory, own):
             assert len(names) == count
         yield port
     finally:
-        RUNNING[port].terminate()
-        RUNNING[port].wait()
+        running.terminate()
+        running.wait()
 
 
 def root_query(port, sql, **options):
@@ -642,9 +624,7 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(m
     assert [*failed.values()] == refused and len(below) <= 4 * (whose != "own") and other <= unlike
 
 
-def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, small, server):
-    for sql in LEGAL + MARIADBS:
-        assert len(server.run(sql)) == 3, sql
+def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, small):
     for gold in LEGAL:
         assert submitted(small(gold), "SELECT site FROM town") == 1, gold
     env = InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))
@@ -668,7 +648,7 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
         wait_until(lambda: not root_query(mariadb, asked), f"this query to end: {sql[:80]}")
 
 
-def test_without_that_look_mariadb_still_refuses(mariadb):
+def test_mariadb_refuses_attacks_without_the_check(mariadb):
     count = "SELECT COUNT(*) FROM information_schema.tables"
     before = root_query(mariadb, count)
     for sql in ("UPDATE town SET area = 0", "WITH z AS (SELECT 1) DELETE FROM town",
@@ -689,8 +669,8 @@ def test_without_that_look_mariadb_still_refuses(mariadb):
 
 
 def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
-    """What is asked past all looks at the query ends on the server; where the server has no limit,
-    the client's read timeout voids the episode."""
+    """The server stops a query that passed the checks. If the server has no limit, the client's
+    read timeout ends the episode."""
     assert server.execute("SELECT @@max_statement_time, @@sql_select_limit") == [
         (float(databases.SECONDS), databases.MAX_ROWS + 1)]
     million = "SELECT t0.site FROM " + ", ".join(f"town t{i}" for i in range(13))  # 3^13 rows
@@ -722,20 +702,13 @@ def test_no_state_leaks_into_the_next_episode(mariadb, own, monkeypatch):
     env.close()
 
 
-@pytest.fixture
-def repaired(mariadb, own):
-    """An episode on MariaDB that goes on when its connection is lost; it has seen the tables."""
-    env = Again(InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb)), times=3)
-    env.reset(env.tasks("test")[0])
-    env.shown = env.step(act("SHOW TABLES"))
-    yield env
-    env.close()
-
-
-@pytest.mark.parametrize("code", [0, 1317, 1927, 2006, 2013])  # 0: PyMySQL's socket is gone
-def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, monkeypatch, code):
+@pytest.mark.parametrize("code", [0, 1927, 2013])  # 0: PyMySQL's socket is gone
+def test_a_lost_connection_is_repaired_or_ends_the_episode(mariadb, own, monkeypatch, code):
     import pymysql
     fetch, failures = databases._fetch, []
+    repaired = Again(InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb)), times=3)
+    repaired.reset(repaired.tasks("test")[0])
+    shown = repaired.step(act("SHOW TABLES"))
 
     def lost(cursor):
         if len(failures) < times:
@@ -745,27 +718,17 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, m
 
     monkeypatch.setattr(databases, "_fetch", lost)
     times = 2
-    assert repaired.step(act("SHOW TABLES")) == repaired.shown
+    assert repaired.step(act("SHOW TABLES")) == shown
     times = 99
     with pytest.raises(envs.EnvError, match="database .*: gone; check that the server runs.*[^?]$"):
         repaired.step(act("SHOW TABLES"))
-    assert len(failures) == 2 + 4  # it is not asked again within
-
-
-def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb, repaired,
-                                                                        monkeypatch):
-    repaired.times, repaired.wait = 200, 2.0
-    RUNNING[mariadb].kill()
-    RUNNING[mariadb].wait()
-    again = threading.Timer(1, START[mariadb])
-    again.start()
-    assert repaired.step(act("SHOW TABLES")) == repaired.shown
-    again.join()
+    assert len(failures) == 2 + 4  # the connection itself does not retry
+    repaired.close()
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x04\0\0\0\x0a5.5", None])
-def test_what_is_no_database_voids_the_episode(says):
-    """None: nobody listens."""
+def test_a_server_that_is_no_database_ends_the_episode(says):
+    """None: no server listens."""
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")
     with socket.create_server(("127.0.0.1", 0)) as server:
         def answer():
@@ -779,8 +742,8 @@ def test_what_is_no_database_voids_the_episode(says):
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_who_may_not_is_told_the_remedy(mariadb, tmp_path, monkeypatch):
-    """Databases that are not loaded, a wrong password, and who may only read but loads."""
+def test_a_user_without_privileges_gets_the_remedy(mariadb, tmp_path, monkeypatch):
+    """The database is not loaded, the password is wrong, or the user may only read."""
     for name, password in (("elsewhere", "s3cret"), ("d", "s3cretx")):
         monkeypatch.setenv("MYSQL_PWD", password)
         with pytest.raises(environments.UsageError, match=f"database {name}: .*denied.*intercodesql.spider") as error:
@@ -825,8 +788,8 @@ def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_pa
         assert b"s3cret" not in text
 
 
-def test_an_address_with_a_password_is_refused(monkeypatch):
-    """A run's files would keep it."""
+def test_an_address_with_a_password_is_refused():
+    """The files of a run would contain it."""
     flags = ["--env", "intercodesql", "--model", "m", "--intercode-data", str(ROOT), "--mysql-url"]
     for url in "mysql://agent@h:3306", "mysql://agent@h":
         settings.parse([*flags, url], coevolve.Settings, coevolve.METHODS, environment)
@@ -835,9 +798,6 @@ def test_an_address_with_a_password_is_refused(monkeypatch):
             settings.parse([*flags, url], coevolve.Settings, coevolve.METHODS, environment)
 
 
-@pytest.mark.parametrize("dump, agent, told", [
-    ("x", "b", "--mysql-url must be"), ("x", "mysql://b:s3cret@h", "with the password in MYSQL_PWD"), ("README.md", "mysql://b@h", "README.md: it has no database")])
-def test_load_intercode_refuses_in_one_line(dump, agent, told):
-    with pytest.raises(environments.UsageError, match=told) as error:
-        spider.main([str(ROOT / dump), "--admin-url", "mysql://a@h", "--mysql-url", agent])
-    assert "\n" not in str(error.value)
+def test_a_dump_without_a_database_is_refused():
+    with pytest.raises(environments.UsageError, match="README.md: it has no database"):
+        spider.main([str(ROOT / "README.md"), "--admin-url", "mysql://a@h", "--mysql-url", "mysql://b@h"])

@@ -1,13 +1,11 @@
-"""The study: statistics by hand, its runs in order, and reports on runs made by hand."""
+"""The study: statistics by hand, the order of its runs, and reports on handmade runs."""
 
 import json
 import math
 import os
 import signal
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import LIMIT, ended, fork, wait_until
+from conftest import ended, fork, wait_until
 from safetensors.torch import save_file
 from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
@@ -55,7 +53,7 @@ def test_mean_distance_by_hand():
 
 
 def test_an_embedding_is_the_mean_state_of_the_action_tokens(small_model):
-    """As transformers gives the states of the base model."""
+    """The states are those of the base model in transformers."""
     ids, mask = [5, 9, 11, 7, 30, 8, 6], [0, 0, 0, 1, 1, 0, 1]
     states = AutoModel.from_pretrained(small_model)(torch.tensor([ids])).last_hidden_state[0]
     found = numbers.embedder(small_model)(dict(ids=ids, action_mask=mask))
@@ -66,9 +64,9 @@ def test_an_embedding_is_the_mean_state_of_the_action_tokens(small_model):
 
 
 def made_run(folder, rewards, finished=True, splits=("test",), **settings):
-    """A run whose target has these rewards on two tasks of each split after each iteration, one
-    list a split; it explored one task in each iteration, with the first of them, and took 10 i
-    steps."""
+    """Writes a run whose target has these rewards on two tasks of each split after each iteration,
+    with one list for each split. In iteration i it explored one task, with the first of these
+    rewards, and took 10 i steps."""
     phases, files = {}, {}
     for i, of_splits in enumerate(rewards):
         for split, of_tasks in zip(splits, of_splits if len(splits) > 1 else [of_splits]):
@@ -94,17 +92,17 @@ def made_run(folder, rewards, finished=True, splits=("test",), **settings):
 
 
 def rows_of(folder, title, **wanted):
-    """The rows of a report's table whose title begins so."""
+    """Returns the rows of the report's table whose title starts with `title`."""
     made = json.loads((folder / "report.json").read_text())
     rows = next((rows for name, rows in made.items() if name.startswith(title)), [])
     return [row for row in rows if wanted.items() <= row.items()]
 
 
 def test_the_last_iteration_and_the_one_that_validation_chooses(tmp_path, capsys):
-    """Rewards on validation, of which SFT's is no choice, and of equal ones the first is:
-    co-evolution 0.9, 0.5, 0.7, 0.7 and 0, 0.5, 0.25, 0.25, so iterations 2 and 1; ETO 0, 0.5, 0 and
-    0, 0.25, 0.5, so 1 and 2. On test there: 0.5, 0.75; 0.25, 0.25: a lead of 0.25 and 0.5, of mean
-    0.375 and half width 12.7062 / 8. After the last one 1, 0 and 0, 0.25."""
+    """Validation chooses the first of the best iterations, without SFT. Its rewards are: coevolve
+    0.9, 0.5, 0.7, 0.7 and 0, 0.5, 0.25, 0.25, so iterations 2 and 1. ETO 0, 0.5, 0 and 0, 0.25, 0.5,
+    so 1 and 2. Their rewards on test are 0.5, 0.75 and 0.25, 0.25: a mean difference of 0.375, with
+    half width 12.7062 / 8. After the last iteration they are 1, 0 and 0, 0.25."""
     curves = {"coevolve": [([.9, .5, .7, .7], [0, 0, .5, 1]), ([0, .5, .25, .25], [0, .75, 0, 0])],
               "eto": [([0, .5, 0], [0, .25, 0]), ([0, .25, .5], [0, 0, .25])], "sft": [([0.5], [1])] * 2}
     for arm, seeds in curves.items():
@@ -128,8 +126,8 @@ def test_the_last_iteration_and_the_one_that_validation_chooses(tmp_path, capsys
     assert "+0.375 ± 1.588 (2 of 2)" in said and (folder / "curves.svg").read_bytes().startswith(b"<?xml")
 
 
-def test_what_was_explored_and_what_it_took(tmp_path, small_model):
-    """Shares of explored rewards 1, 0.65 and 0.25; failures of a task that failed twice."""
+def test_the_tables_of_exploration_and_cost(tmp_path, small_model):
+    """The explored rewards are 1, 0.65 and 0.25. Distances are between failures of one task."""
     for arm in "coevolve", "eto":
         run = made_run(tmp_path / f"{arm}-s3", [[0, 0], [1.0, 0], [0.65, 0], [0.25, 0]], method=arm, seed=3)
         (run / "sft-target").symlink_to(small_model)
@@ -150,11 +148,9 @@ def test_what_was_explored_and_what_it_took(tmp_path, small_model):
 
 @pytest.mark.parametrize("arm, changed, says", [
     ("eto", dict(dpo_steps=9), "differ in dpo_steps (0, 9)"),
-    ("eto-steps", dict(dpo_steps=9), None),
-    ("eto", dict(lambda_sft=0.0), None),  # whose preset it is
+    ("eto", dict(lambda_sft=0.0), None),  # its preset
     ("eto-steps", dict(rollouts=4, dpo_steps=9), "differ in rollouts (4, 2)"),
-    ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
-    ("sft", dict(method="sft", dpo_steps=9), None),  # which it does not read
+    ("sft", dict(method="sft", dpo_steps=9), None),  # SFT does not read it
     ("positive", dict(method="positive", dpo_steps=9), "differ in dpo_steps (9, 0)")])
 def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, arm, changed, says):
     same = dict(lambda_sft=0.1, d_fail="all", dpo_steps=0, start_tasks=0)
@@ -197,25 +193,14 @@ def test_variants_of_one_method_and_seed_are_compared_by_hand(tmp_path):
         compared(tmp_path, f"a={tmp_path / 'base3'}", f"a={tmp_path / 'ipo3'}")
 
 
-def test_runs_of_any_age_and_method_are_compared_and_what_is_none_is_refused(tmp_path):
-    """One that goes on, one of a fork's method, one whose file was emptied, one that has begun."""
-    going = made_run(tmp_path / "going", [[0.5, 0.0], [1.0, 0.5]], False, method="eto", seed=3)
+def test_an_emptied_evaluation_is_skipped_and_a_model_is_no_run(tmp_path):
     own = made_run(tmp_path / "own", [[0.5, 0.0], [0.5, 0.5]], method="votes", seed=3, pages=7)
-    folder = compared(tmp_path, f"frozen={going}", f"votes={own}")
-    assert [row["setting"] for row in rows_of(folder, "Settings")] == ["method"] * 2 + ["pages"] * 2
-    [row] = rows_of(folder, "Differences", difference="votes - frozen")
-    assert row["reward"]["mean"] == pytest.approx(0.5 - 0.75)
     (own / "eval-1-target-test.jsonl").write_text("")
     assert [row["iteration"] for row in rows_of(compared(tmp_path, own), "Over")] == [0]
-    begun = write_run(tmp_path / "begun", {}, method="eto", seed=3)
-    (begun / "phases.json").unlink()
-    assert not rows_of(compared(tmp_path, f"begun={begun}"), "Over")
     (tmp_path / "agent").mkdir()
     (tmp_path / "agent/config.json").write_text('{"model_type": "llama"}')
-    for words, says in (([f"mine={tmp_path / 'agent'}"], "agent: not a run"),
-                        ([own, own], "are both votes with seed 3")):
-        with pytest.raises(UsageError, match=says):
-            compared(tmp_path, *words)
+    with pytest.raises(UsageError, match="agent: not a run"):
+        compared(tmp_path, f"mine={tmp_path / 'agent'}")
 
 
 def notes_of(folder):
@@ -223,8 +208,8 @@ def notes_of(folder):
 
 
 def test_an_unfinished_run_is_marked_and_compared_after_the_last_iteration_of_both(tmp_path):
-    """0.75 after the base's second iteration is not compared with 0.25 after the fork's first, but 0.5
-    after the base's first is. Two finished runs of other lengths are compared as they are."""
+    """The fork has 0.25 after its first iteration, which is compared with 0.5 after the base's
+    first one, not with 0.75 after its second. Finished runs are compared after their last ones."""
     base = made_run(tmp_path / "base", [[0, 0], [1.0, 0], [1.0, 0.5]], method="eto", seed=3)
     going = made_run(tmp_path / "going", [[0, 0], [0.5, 0]], False, method="eto", seed=3)
     words = f"base={base}", f"fork={going}"
@@ -262,28 +247,8 @@ def test_other_tasks_environments_and_seeds_are_not_compared(tmp_path, capsys):
     assert [row["seeds"] for row in rows_of(folder, "Greedy")] == ["3", "2>3"]
 
 
-def test_an_agent_is_known_by_its_recorded_name(tmp_path):
-    """The target takes 10 steps. An agent failure-target takes 3 more; one that is called otherwise is
-    listed."""
-    run = made_run(tmp_path / "run", [[0, 0], [1.0, 0]], method="eto", seed=3)
-    phases = json.loads((run / "phases.json").read_text())
-    phases["iter1/failure-target-agent"] = phases.pop("iter1/failure-agent") | dict(
-        name="failure-target")
-    (run / "phases.json").write_text(json.dumps(phases))
-    own = made_run(tmp_path / "own", [[0, 0], [1.0, 0]], method="eto", seed=3)
-    text = (own / "phases.json").read_text()
-    (own / "phases.json").write_text(text.replace('"target"', '"pupil\\u001b[2J"'))
-    folder = compared(tmp_path, f"run={run}", f"own={own}")
-    [row] = rows_of(folder, "What it took", method="run")
-    assert (row["steps of the target"], row["steps of all agents"]) == (10, 13)
-    assert notes_of(folder) == {"own": "no agent is called target, only: pupil\x1b[2J, failure"}
-    assert [row["method"] for row in rows_of(folder, "Greedy")] == ["run", "own: pupil\x1b[2J"]
-    text = (folder / "report.txt").read_text()
-    assert "own: pupil<1B>[2J" in text and "\x1b" not in text
-
-
-def test_the_report_starts_with_what_differs(tmp_path, capsys):
-    """Of runs that differ in nothing it says so, and gives no difference of 0."""
+def test_the_report_starts_with_the_differences(tmp_path, capsys):
+    """For identical runs it prints that nothing differs, and no difference of 0."""
     runs = {name: made_run(tmp_path / name, [[0, 0], [1.0, 0.5]], method="eto", seed=3)
             for name in ("base", "same", "loss", "pairs")}
     log = [dict(step=1, loss=0.9, dpo=0.7, sft=0.2, norm=3.0)]
@@ -325,8 +290,7 @@ def test_the_report_starts_with_what_differs(tmp_path, capsys):
     assert said.index("What differs from base") < said.index("Greedy evaluation")
 
 
-def test_weights_of_other_sizes_are_no_difference_of_numbers(tmp_path):
-    """Two weights differ by 0.5 at most; those of models of different sizes have no difference."""
+def test_weights_of_different_shapes_have_no_numeric_difference(tmp_path):
     for name, values in ("a", [1.0, 2.0]), ("b", [1.25, 1.5]), ("c", [1.0, 2.0, 3.0]):
         (tmp_path / name).mkdir()
         save_file({"w": torch.tensor(values)}, tmp_path / name / "model.safetensors")
@@ -349,7 +313,7 @@ def no_endpoints(monkeypatch):
 
 @pytest.fixture
 def begun(monkeypatch):
-    """The commands of runs that a study began, none of which is made."""
+    """The commands of the runs that a study started. They are not executed."""
     found = []
     monkeypatch.setattr(study, "launch", lambda env, words, log: found.append(" ".join(words)))
     return found
@@ -360,7 +324,7 @@ def begun(monkeypatch):
     ("--methods sft eto --temperature 0 --rollouts 2", "--temperature 0"),
     ("--seed 3", "--methods and --seeds"), ("--betta 1", "--betta 1"),
     ("--report", "no finished run")])
-def test_what_a_study_cannot_do_is_said_before_any_run(begun, tmp_path, line, said):
+def test_errors_of_a_study_are_found_before_any_run(begun, tmp_path, line, said):
     with pytest.raises(UsageError, match=said):
         study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
     assert not begun and not (tmp_path / "none").exists()
@@ -376,17 +340,8 @@ def test_a_method_is_given_the_settings_that_it_reads():
     assert study.read_by("eto", ["sft", "eto"], more) == more  # nobody reads --d-fail: it is refused
 
 
-def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "ROOT", tmp_path)
-    (tmp_path / "run.sh").write_text("echo $*; exit 2")
-    log = tmp_path / "eto-s0.log"
-    with pytest.raises(UsageError, match=f"eto-s0 ended with status 2; {log}"):
-        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
-    assert log.read_text().startswith("webshop --beta -1 --out")
-
-
 def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
-    """SIGTERM, to the study alone, while two runs work, which only wait here."""
+    """SIGTERM is sent to the study alone, while two runs sleep."""
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo works $OMP_NUM_THREADS; exec sleep 600")
     said, logs = tmp_path / "said", [tmp_path / f"out/sft-s{seed}.log" for seed in (3, 4)]
@@ -408,36 +363,18 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     assert not psutil.wait_procs(family, timeout=300)[1]
 
 
-def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_path, monkeypatch):
-    two, events, futures, fails = threading.Barrier(2), [], [], True
-
-    class Pool(ThreadPoolExecutor):
-        def submit(self, *work):
-            futures.append(super().submit(*work))
-            return futures[-1]
+def test_a_run_starts_after_those_whose_steps_it_takes(tmp_path, monkeypatch):
+    events = []
 
     def launch(env, words, log):
         name = Path(words[-1]).name
         events.append(f"{name} begins")
-        if fails:
-            two.wait(LIMIT)  # neither comes to its end alone
-        if fails and name == "eto-s3":
-            raise UsageError("eto-s3 ended with status 2")
-        if fails:
-            wait_until(lambda: any(future.done() for future in futures), "eto-s3 to fail")
-        else:
-            time.sleep(0.1)
+        time.sleep(0.1)
         events.append(f"{name} ends")
 
     monkeypatch.setattr(study, "launch", launch)
-    monkeypatch.setattr(study, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(methods, "taken_from",
                         lambda run: events.append(f"{run.name} is read") or dict(steps=7))
-    with pytest.raises(UsageError, match="eto-s3 ended with status 2"):
-        study.make_runs("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
-    # The run that had begun came to its end, and nothing was begun any more.
-    assert sorted(events) == ["coevolve-s3 begins", "coevolve-s3 ends", "eto-s3 begins"]
-    events, fails = [], False
     study.make_runs("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
     for seed in (3, 4):
         order = [events.index(e) for e in (f"coevolve-s{seed} ends", f"coevolve-s{seed} is read",
@@ -446,8 +383,17 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
     assert len(events) == 2 * 6 + 2
 
 
-def test_a_study_begins_each_arm_on_each_seed_with_what_it_takes(begun, tmp_path):
-    """Co-evolution's target takes 10 and 20 steps on seed 0, 15 an iteration, and 10 on seed 1."""
+def test_no_run_starts_after_one_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    (tmp_path / "run.sh").write_text("echo $*; exit 2")
+    with pytest.raises(UsageError, match=f"sft-s3 ended with status 2; {tmp_path}/sft-s3.log has"):
+        study.make_runs("webshop", ["sft", "eto"], [3, 4], tmp_path, ["--rollouts", "2"], 1)
+    assert [file.name for file in tmp_path.glob("*.log")] == ["sft-s3.log"]
+    assert (tmp_path / "sft-s3.log").read_text().startswith("webshop --")
+
+
+def test_a_study_runs_each_arm_on_each_seed_with_its_flags(begun, tmp_path):
+    """The target of coevolve takes 10 and 20 steps on seed 0, 15 on average, and 10 on seed 1."""
     made_run(tmp_path / "coevolve-s0", [[0], [0], [0]], seed=0, method="coevolve", lambda_sft=0.2)
     made_run(tmp_path / "coevolve-s1", [[0], [0]], seed=1, method="coevolve", lambda_sft=0.2)
     study.main(["webshop", "--jobs", "1", "--methods", "eto-sft-steps", "frozen", "--seeds", "0", "1",
