@@ -125,7 +125,7 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
     The second agent has the role of the failure agent, so its failures are F_fail. If there is only
     one agent, its failures are paired with each other, as in D_fail.
     """
-    s = replace(run.settings, d_tgt_failures="none")
+    s = run.settings
     dropped = Counter()
     agents = [name for name in played if name != "expert" and read(played[name])]
     of_target = [played[name] for name in agents[:1]]
@@ -135,10 +135,11 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
     pairs = []
     for expert in read(experts):
         own, more = target[expert.task], rest[expert.task]
+        if len(agents) == 2:
+            pairs += coevolve.d_tgt(expert, own, more, s, dropped)
+            continue
         pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)
-        candidates = list(itertools.product(own, more))
-        if len(agents) < 2:
-            candidates = list(itertools.combinations(more + own, 2))
+        candidates = list(itertools.combinations(more + own, 2))
         for pair in coevolve.ordered_failures(candidates, dropped):
             if s.failure_pair_weights == "rollouts":  # the same weight as in coevolve.d_tgt
                 pair.weight = 1.0 / len(candidates)
