@@ -31,7 +31,6 @@ from lab.study.methods import Runs, arm_of, named, setting_differences
 from lab.study.numbers import interval, paired, values_by_seed
 
 MEASURES = ("reward", "success")
-IDENTICAL = "all episodes identical"  # printed instead of a difference of 0
 NOTE = ("Each number is the mean over seeds ± half the width of its 95% t interval. A difference "
         "also has the number of seeds on which the first arm is ahead, and * if there are at least "
         "three seeds and the interval excludes 0. The intervals are not corrected for multiple "
@@ -173,7 +172,7 @@ def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tup
 
     Returns:
         One tuple per pair and split: the text "a - b", the split, the evaluated iterations, and the
-        differences in reward and success. Both are IDENTICAL if all episodes are the same.
+        differences in reward and success.
     """
     rows = []
     for a, b in compared:
@@ -182,8 +181,6 @@ def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tup
             of_a, of_b = (values_by_seed(evals, "i", arm=arm, split=split) for arm in (a, b))
             iterations = [f"{of_a[seed]}" if of_a[seed] == of_b[seed] else
                           f"{of_a[seed]} - {of_b[seed]}" for seed in of_a if seed in of_b]
-            if numbers.identical(evals, a, b, split):
-                differences = [IDENTICAL] * len(differences)
             rows.append((name, split, ", ".join(iterations), *differences))
     return rows
 
@@ -234,15 +231,11 @@ def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
     explored trajectories. The shares are computed for three reward thresholds. Negatives are below
     the threshold, and hard negatives are failures at or above it."""
     measures = ("success", "negative", "hard negative")
-    same = {f"{a} - {b}" for a, b in compared if numbers.explored_alike(runs, a, b)}
     rows = []
     for threshold in (0.6, 0.7, 0.8):
         shares = numbers.shares(runs, threshold)
         rows += means(shares, ("arm", "threshold"), measures)
-        for name, value, *differences in leads(shares, compared, "threshold", measures):
-            if name in same:
-                differences = [IDENTICAL] * len(differences)
-            rows.append((name, value, *differences))
+        rows += leads(shares, compared, "threshold", measures)
     return ("Table 2: explored trajectories, all agents and iterations of a method",
             ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
 

@@ -2,7 +2,7 @@
 
 `runs` contains the folders of the runs, as runs[arm][seed]. An evaluation is a dict. It has the
 record of an evaluation phase, the numbers that `lab.page.report.evaluations` adds to the record,
-and the arm, the seed and the episodes (see `evaluations`).
+and the arm, the seed and the rewards (see `evaluations`).
 """
 
 import math
@@ -70,9 +70,9 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
 def evaluations(runs: Runs) -> list[dict]:
     """Returns all evaluations of the target agent.
 
-    The key `episodes_by_task` of an evaluation is a dict from a task to a list of (reward,
-    messages), with one tuple per episode. If a run has no agent named "target", the evaluations of
-    all its agents are returned. Their arms are then named "ARM: AGENT".
+    The key `rewards` of an evaluation is a dict from a task to the rewards of its episodes. If a
+    run has no agent named "target", the evaluations of all its agents are returned. Their arms are
+    then named "ARM: AGENT".
     """
     evals = []
     for arm, by_seed in runs.items():
@@ -82,12 +82,12 @@ def evaluations(runs: Runs) -> list[dict]:
             for e in of_run:
                 if has_target and e["name"] != "target":
                     continue
-                by_task = defaultdict(list)
+                rewards = defaultdict(list)
                 for row in read_jsonl(run / e["output"]):
-                    by_task[row["task"]].append((row["reward"], row.get("messages")))
+                    rewards[row["task"]].append(row["reward"])
                 label = arm if has_target else f"{arm}: {e['name']}"
                 evals.append(e | dict(arm=label, seed=seed, finished=is_finished(run),
-                                      episodes_by_task=by_task))
+                                      rewards=rewards))
     return evals
 
 
@@ -97,7 +97,7 @@ def on_common_tasks(evals: list[dict]) -> tuple[list[dict], list[str]]:
     split in which the runs evaluated different tasks."""
     tasks = defaultdict(dict)  # split -> (arm, seed) -> tasks
     for e in evals:
-        tasks[e["split"]][e["arm"], e["seed"]] = {*e["episodes_by_task"]}
+        tasks[e["split"]][e["arm"], e["seed"]] = {*e["rewards"]}
     notes = []
     common = {}
     for split, by_run in tasks.items():
@@ -109,13 +109,12 @@ def on_common_tasks(evals: list[dict]) -> tuple[list[dict], list[str]]:
                          f"{len(common[split])} that all have are compared.")
     restricted = []
     for e in evals:
-        by_task = {task: episodes for task, episodes in e["episodes_by_task"].items()
-                   if task in common[e["split"]]}
-        rewards = [reward for episodes in by_task.values() for reward, _ in episodes]
+        rewards = []
+        for task in common[e["split"]]:
+            rewards += e["rewards"][task]
         if rewards:
             success = fmean(reward >= SOLVED for reward in rewards)
-            restricted.append(e | dict(reward=fmean(rewards), success=success,
-                                       episodes_by_task=by_task))
+            restricted.append(e | dict(reward=fmean(rewards), success=success))
     return restricted, notes
 
 
@@ -137,14 +136,6 @@ def last_of_both(evals: list[dict], a: str, b: str) -> list[dict]:
             i = dict.fromkeys(i, min(i.values()))
         kept += [e for e in evals if e["seed"] == seed and e["i"] == i.get(e["arm"])]
     return kept
-
-
-def identical(evals: list[dict], a: str, b: str, split: str) -> bool:
-    """Returns True if the evaluations of two arms on a split have the same episodes, on all seeds
-    that both arms have."""
-    episodes = [values_by_seed(evals, "episodes_by_task", arm=arm, split=split) for arm in (a, b)]
-    common = episodes[0].keys() & episodes[1].keys()
-    return all(episodes[0][seed] == episodes[1][seed] for seed in common)
 
 
 def after_the_best(evals: list[dict]) -> list[dict]:
@@ -196,18 +187,6 @@ def explored(run: Path, agent: str | None = None) -> list[dict]:
         if agent in (None, phase["name"]) and (run / phase["output"]).is_file():
             rows += read_jsonl(run / phase["output"])
     return rows
-
-
-def explored_alike(runs: Runs, a: str, b: str) -> bool:
-    """Returns True if the explored episodes of two arms are the same, on all seeds that both arms
-    have."""
-    first, other = runs.get(a, {}), runs.get(b, {})
-    for seed in first.keys() & other.keys():
-        episodes = [[(row["task"], row["reward"], row.get("messages")) for row in explored(run)]
-                    for run in (first[seed], other[seed])]
-        if episodes[0] != episodes[1]:
-            return False
-    return True
 
 
 def shares(runs: Runs, threshold: float) -> list[dict]:
