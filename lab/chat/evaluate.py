@@ -24,7 +24,7 @@ from common.files import hash_of, seed_of, whole_lines
 from common.settings import Free, Method, Stated, UsageError, limited
 from dpo import Trajectory
 from engine import rollouts
-from engine.experts import evaluated_tasks
+from engine.experts import best_of_tasks, evaluated_tasks
 from engine.records import write
 from engine.run import Run
 from environments import is_web_address
@@ -49,7 +49,8 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 
     Returns:
         Metrics averaged over all episodes. With --method chat, the API usage is included. With
-        several rollouts, the metrics of `best_of` are included.
+        several rollouts, `best` and `best_success` are the reward and the success rate of each
+        task's best rollout, averaged over tasks.
     """
     s = run.settings
     episodes = []
@@ -63,20 +64,11 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
     else:
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
-    return summarise(episodes, s.hard_threshold) | usage | best_of(episodes, s.rollouts)
-
-
-def best_of(episodes: list[Trajectory], rollouts: int) -> dict:
-    """Returns the reward and success rate of each task's best rollout, averaged over tasks. The
-    rollouts of a task are consecutive in `episodes`. Returns {} if there is one rollout per
-    task."""
-    if rollouts == 1:
-        return {}
-    best = []
-    for n in range(0, len(episodes), rollouts):
-        best.append(max(episodes[n:n + rollouts], key=lambda t: t.reward))
-    return dict(best=sum(t.reward for t in best) / len(best),
-                best_success=sum(not t.is_failure for t in best) / len(best))
+    numbers = summarise(episodes, s.hard_threshold) | usage
+    if s.rollouts > 1:
+        best = summarise(best_of_tasks(episodes), s.hard_threshold)
+        numbers |= dict(best=best["reward"], best_success=best["success"])
+    return numbers
 
 
 # --------------------------------------------------------------------------------- an endpoint

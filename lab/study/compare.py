@@ -24,7 +24,7 @@ import numpy as np
 
 from lab.page import figures
 from lab.page.report import Table
-from lab.runfiles import agents_of, command, is_finished, phases_of, visible
+from lab.runfiles import command, is_finished, phases_of, visible
 from lab.study import numbers
 from lab.study.changes import changes
 from lab.study.methods import Runs, arm_of, named, setting_differences
@@ -186,19 +186,16 @@ def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tup
 
 
 def states(runs: Runs) -> Table:
-    """Returns a table of the runs to note: unfinished runs, runs without an agent named "target",
-    and runs whose output files were edited by the user."""
+    """Returns a table of the runs to note: unfinished runs, and runs whose output files were edited
+    by the user."""
     rows = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
             phases = phases_of(run)
-            agents = agents_of(phases)
             notes = []
             if not is_finished(run):
                 i = max((row["i"] for row in phases.values()), default=0)
                 notes.append(f"unfinished, iteration {i}")
-            if "target" not in agents:
-                notes.append(f"no agent is called target, only: {', '.join(agents) or 'none'}")
             notes += [f"{output} was edited" for output, row in phases.items() if "edited" in row]
             if notes:
                 rows.append((arm, str(seed), "; ".join(notes)))
