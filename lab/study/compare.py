@@ -16,8 +16,6 @@ import json
 import os
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,17 +61,8 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
     compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
     tables.append(states(runs))
     evals, notes = numbers.on_common_tasks(numbers.evaluations(runs))
-    best = numbers.after_the_best(evals)
-    for when, chosen, of_both in (
-            ("after its last iteration", numbers.after_the_last(evals),
-             partial(numbers.last_of_both, evals)),
-            ("after the iteration that validation chooses", best, lambda a, b: best)):
-        tables.append(of_target(f"Greedy evaluation of the target {when}", chosen))
-        tables.append((f"Differences on the same seeds, {when}",
-                       ["<difference", "<split", "<iterations", "<reward", "<success"],
-                       greedy_leads(compared, of_both)))
-    tables += [of_costs(runs), table_2(runs, of_shares), figure_3(runs, out),
-               over_iterations(evals, out)]
+    tables += [of_target(numbers.after_the_last(evals)), of_pairs(evals, compared), of_costs(runs),
+               table_2(runs, of_shares), figure_3(runs, out), over_iterations(evals, out)]
 
     texts = [title, *notes]
     as_json = {}
@@ -163,26 +152,20 @@ def leads(
     return result
 
 
-def greedy_leads(compared: list[tuple[str, str]], of_both: Callable) -> list[tuple]:
-    """Computes the differences a - b between pairs of arms in the greedy evaluation of each split.
-
-    Args:
-        compared: The pairs of arms (a, b).
-        of_both: A function that returns the evaluations to compare, of_both(a, b).
-
-    Returns:
-        One tuple per pair and split: the text "a - b", the split, the evaluated iterations, and the
-        differences in reward and success.
-    """
+def of_pairs(evals: list[dict], compared: list[tuple[str, str]]) -> Table:
+    """Returns a table of the differences a - b between pairs of arms (a, b) in reward and success,
+    with one row per pair and split. It is computed after the last iterations of both arms (see
+    `numbers.last_of_both`)."""
     rows = []
     for a, b in compared:
-        evals = of_both(a, b)
-        for name, split, *differences in leads(evals, [(a, b)], "split", MEASURES):
-            of_a, of_b = (values_by_seed(evals, "i", arm=arm, split=split) for arm in (a, b))
+        last = numbers.last_of_both(evals, a, b)
+        for name, split, *differences in leads(last, [(a, b)], "split", MEASURES):
+            of_a, of_b = (values_by_seed(last, "i", arm=arm, split=split) for arm in (a, b))
             iterations = [f"{of_a[seed]}" if of_a[seed] == of_b[seed] else
                           f"{of_a[seed]} - {of_b[seed]}" for seed in of_a if seed in of_b]
             rows.append((name, split, ", ".join(iterations), *differences))
-    return rows
+    return ("Differences on the same seeds, after the last iteration",
+            ["<difference", "<split", "<iterations", "<reward", "<success"], rows)
 
 
 def states(runs: Runs) -> Table:
@@ -202,15 +185,16 @@ def states(runs: Runs) -> Table:
     return "Runs to note", ["<method", "<seed", "<note"], rows
 
 
-def of_target(title: str, evals: list[dict]) -> Table:
-    """Returns a table of the target agent's results, with one row per arm and split. `evals` has
-    one evaluation per run and split."""
+def of_target(last: list[dict]) -> Table:
+    """Returns a table of the target agent's results, with one row per arm and split. `last` has the
+    last evaluation of each run on each split."""
     rows = []
-    for arm, split, *results in means(evals, ("arm", "split"), MEASURES):
-        iterations = values_by_seed(evals, "i", arm=arm)
+    for arm, split, *results in means(last, ("arm", "split"), MEASURES):
+        iterations = values_by_seed(last, "i", arm=arm)
         seeds = " ".join(map(str, iterations))
         rows.append((arm, seeds, " ".join(map(str, iterations.values())), split, *results))
-    return title, ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows
+    return ("Greedy evaluation of the target after its last iteration",
+            ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows)
 
 
 def of_costs(runs: Runs) -> Table:

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from common.files import read_jsonl
-from dpo import better
 from engine.models import read_model
 from lab.page import report
 from lab.runfiles import SOLVED, explorations_in, is_finished, phases_of
@@ -136,24 +135,6 @@ def last_of_both(evals: list[dict], a: str, b: str) -> list[dict]:
             i = dict.fromkeys(i, min(i.values()))
         kept += [e for e in evals if e["seed"] == seed and e["i"] == i.get(e["arm"])]
     return kept
-
-
-def after_the_best(evals: list[dict]) -> list[dict]:
-    """Chooses the iteration of each run that has the highest validation reward. Returns the run's
-    evaluations on the other splits after this iteration.
-
-    If several iterations have the highest reward, the first one is chosen. Iteration 0 is the agent
-    after SFT. It is chosen only if the run has no other iteration.
-    """
-    best = {}  # (arm, seed) -> best evaluation of the run on the validation split
-    for e in sorted(evals, key=lambda e: e["i"]):
-        if e["split"] == "validation":
-            before = best.setdefault((e["arm"], e["seed"]), e)
-            if before["i"] == 0 or better(e["reward"], before["reward"]):
-                best[e["arm"], e["seed"]] = e
-    chosen = {run: e["i"] for run, e in best.items()}
-    return [e for e in evals
-            if e["split"] != "validation" and e["i"] == chosen.get((e["arm"], e["seed"]))]
 
 
 def values_by_seed(rows: list[dict], key: str, **where) -> dict:
