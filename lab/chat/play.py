@@ -57,24 +57,21 @@ class Agent:
         s = SimpleNamespace(**config["settings"])
         machine = Machine(s)
         dtype = torch.bfloat16 if machine.bf16 else torch.float32
-        self.model = models.read_model(folder, dtype, machine.device).eval()
+        model = models.read_model(folder, dtype, machine.device).eval()
         self.encoder = encoder
         self.stops = stops
         draw = TokenSampler(encoder.sampler(0.0), encoder, stops)
-        self.answer = self_check.make_generator(config["backends"]["replies"], self.model, draw, 1,
-                                      s.max_tokens, s.max_new_tokens, s.max_tokens)
+        self.answer = self_check.make_generator(config["backends"]["replies"], model, draw, 1,
+                                                s.max_tokens, s.max_new_tokens, s.max_tokens)
 
     @torch.inference_mode()
-    def propose(self, t: dpo.Trajectory) -> tuple[list[int], str, float]:
-        """Generates the agent's greedy reply in an unfinished episode. Returns its token ids, its
-        text and its probability."""
+    def propose(self, t: dpo.Trajectory) -> tuple[list[int], str]:
+        """Generates the agent's greedy reply in an unfinished episode. Returns its token ids and
+        its text."""
         (ids, _), = self.answer([(t, random.Random())])
-        extended = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
-        process = self.encoder.sampler().process_logits
-        log_p = dpo.token_log_probs(self.model, [extended], process).sum()
         self.encoder.typed = ""
         _, _, text = self.encoder.close(ids, self.stops)
-        return ids, text, log_p.exp().item()
+        return ids, text
 
 
 def say(text: str) -> None:
@@ -107,9 +104,8 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
             shown = len(t.messages) + 1  # + 1: the person has seen the next message, their reply
             say(f"\n--- turn {t.turns + 1} of {env.max_turns}")
             if agent:
-                ids, text, p = agent.propose(t)
-                say(f"The agent's reply, with probability {p:.1%}; Enter accepts it:\n    "
-                    + text.replace("\n", "\n    "))
+                ids, text = agent.propose(t)
+                say("The agent's reply; Enter accepts it:\n    " + text.replace("\n", "\n    "))
             encoder.typed = typed(env, may_be_empty=agent is not None)
             ids = encoder.reply(encoder.typed) if encoder.typed else ids
             running.send((ids, [0.0] * len(ids)))
