@@ -135,7 +135,7 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
     pairs = []
     for expert in read(experts):
         own, more = target[expert.task], rest[expert.task]
-        if len(agents) == 2:
+        if len(agents) > 1:
             pairs += coevolve.d_tgt(expert, own, more, s, dropped)
             continue
         pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)

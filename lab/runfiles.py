@@ -8,6 +8,7 @@ function. Modified copies of coevolve.py can therefore rename their phases.
 import re
 import signal
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from engine.console import visible  # noqa: F401, re-exported for the commands
 from environments import environment
 
 SOLVED = 1 - 1e-9  # minimum reward of a success, the same as in dpo.Trajectory
+
+
+def count(text: str) -> int:
+    """Converts a command-line argument to a positive integer."""
+    if int(text) < 1:
+        raise ArgumentTypeError("must be at least 1")
+    return int(text)
 
 
 def command(name: str, function: Callable) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common.settings import UsageError, flag, names_in, parse
 from environments import ENVIRONMENTS, environment
-from lab.runfiles import command
+from lab.runfiles import command, count
 from lab.settings import METHODS, Settings
 from lab.study.compare import write_report
 from lab.study.methods import ARMS, COMPARED, FIRST, finished, flags, method_of, needed_by
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> None:
                         help="seeds; 0 to 2 were used to choose the default settings "
                         "[3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
-    parser.add_argument("--jobs", type=int, help="number of runs at the same time [one per core, "
+    parser.add_argument("--jobs", type=count, help="number of runs at the same time [one per core, "
                         "at most 8, for the tiny model without a GPU; else 1]")
     parser.add_argument("--report", action="store_true", help="only write the report, run nothing")
     args, more = parser.parse_known_args(argv)
