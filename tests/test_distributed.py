@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from conftest import Toy, ended, fork_ranks, in_ranks, in_toy, make_model, make_tokenizer
 from family_models import tiny_model
 from safetensors.torch import load_file
@@ -159,3 +161,46 @@ def test_an_error_on_one_rank_ends_all(small_model, tmp_path, monkeypatch):
     assert 0 not in start(2, said, Gone, "--model", small_model, "--out", out)
     assert "the shop of rank 1 is gone; start it again" in said.read_text()
     assert (out / "sft-target").exists() and not [*out.glob("eval-*.jsonl")]
+
+
+def bf16(accelerator, folder, shard):
+    """Trains one step at a learning rate of 1e-6. Returns the loss and the references per precision."""
+    results = {}
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state(accelerator is None)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model = models.load(accelerator, folder, False, shard)
+        seen = set()
+        model.get_output_embeddings().register_forward_hook(
+            lambda module, inputs, output: seen.add(output.dtype))
+        before = unsharded(model)
+        groups = [group(str(i), seed=i) for i in range(3)]
+        log_probs = partial(distributed_log_probs, accelerator, tokens=1000)
+        dpo.add_references(model, groups, log_probs)
+        loss = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.0)
+        [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,
+                           log_probs)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
+        for name, p in unsharded(model).items():
+            if ".layers." in name and p.ndim == 2:
+                assert (p != before[name]).float().mean() > 0.99, name
+        results[precision] = line["loss"], [t.reference for t in dpo.trajectories_of(groups)]
+    return results
+
+
+def unsharded(model):
+    """Returns a copy of each parameter by name, unsharded."""
+    return {name: getattr(p, "full_tensor", p.clone)().detach().clone()
+            for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_bf16_forward_passes_change_fp32_weights(shard, tmp_path):
+    """The loss is that of fp32 up to rounding, and nearly all weights change."""
+    make_model(VOCABULARY, seed=3, dtype=torch.float32).save_pretrained(tmp_path)
+    results = in_ranks(2, bf16, tmp_path, shard) if shard else bf16(None, tmp_path, shard)
+    (plain, references), (half, in_bf16) = results["no"], results["bf16"]
+    assert in_bf16 == pytest.approx(references, rel=0.03) and in_bf16 != references
+    # In both precisions the loss of the first step is ln 2 times the mean weight.
+    assert half == pytest.approx(plain, abs=1e-5)

@@ -1,6 +1,7 @@
 """Code for GPUs, tested on a CPU: on a simulated GPU, and with the schedules of forward passes."""
 
 import gc
+import json
 import math
 import os
 import random
@@ -22,9 +23,15 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 import coevolve
 import dpo
 from common.files import read_json, read_jsonl
-from dpo import Group, Trajectory
+from dpo import Group, Pair, Trajectory
 from engine import models, self_check
-from engine.forward_passes import batch_by_length, fits_in_round, schedule_rounds
+from engine.chat import Encoder
+from engine.forward_passes import (
+    batch_by_length,
+    distributed_log_probs,
+    fits_in_round,
+    schedule_rounds,
+)
 from engine.machine import accelerator_of
 from engine.run import Run
 from engine.sampling import TokenSampler
@@ -73,6 +80,75 @@ def played(model, encoder, sampler, backend, new):
             t.log_probs += log_probs
             t.extend([401, 402, 403], is_action=False)
     return [t for t, _ in asked]
+
+
+def results(device: str, folder: str, out: str) -> dict:
+    """Returns the results of loading, replies, forward passes, training, saving and the self-check."""
+    device = torch.device(device)
+    fp32, bf16 = (SimpleNamespace(num_processes=1, process_index=0, device=device,
+                                   is_main_process=True, mixed_precision=kind)
+                   for kind in ("no", "bf16"))
+    encoder = Encoder(transformers.AutoTokenizer.from_pretrained(folder))
+    found = dict(ids=[], sampled=[])
+    for backend in "kv_cache", "batched":
+        model = models.read_model(folder, device=device).eval()
+        texts = played(model, encoder, encoder.sampler(0.7), backend, 5)
+        found["ids"].append([t.ids for t in texts])
+        found["sampled"].append(sum([t.log_probs for t in texts], []))
+
+    # Train in bf16 as on a GPU: with autocast and gradient checkpointing.
+    model = models.load(fp32, folder, recompute=True, shard=False)
+    found["devices"] = sorted({p.device.type for p in model.parameters()})
+    values = distributed_log_probs(bf16, model, texts, 100)
+    values.sum().backward()
+    found["half"] = values.tolist()
+    found["half_gradient"] = sum(p.grad.double().norm().item() for p in model.parameters())
+    model.zero_grad()
+
+    def log_probs(model, some):
+        return distributed_log_probs(fp32, model, some, 100)
+
+    def loss(policy, groups):
+        return dpo.preference_loss(policy, groups, beta=0.1)
+
+    a, b, c = texts
+    groups = [Group(texts, [Pair("a>b", a, b, 1.0, 0.5), Pair("a>b", a, c)])]
+    fits = partial(dpo.fits_in_pass, tokens=200)
+    dpo.add_references(model, groups, log_probs, fits)
+    found["reference"] = [t.reference for t in texts]
+    lines = dpo.train(model, dpo.adamw(model), [groups] * 2, [1e-3] * 2, loss, dpo.pair_count,
+                      log_probs, fits=fits)
+    found["losses"] = [line["loss"] for line in lines]
+    models.save(fp32, model, encoder, out)
+    found["after"] = log_probs(models.read_model(out, device=device), texts).tolist()
+    found["backends"] = self_check.select_backends(models.read_model(out, torch.bfloat16, device), encoder)
+    return found
+
+
+RESULTS = """
+import json, sys, test_gpu
+for folder, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    print("found", json.dumps(test_gpu.results("cuda:0", folder, out)))
+"""
+
+
+def test_a_simulated_gpu_has_the_results_of_the_cpu(guard, qwen3, tmp_path):
+    """The results are replies of both backends, forward passes in fp32 and bf16, two training steps,
+    the saved model, and the self-check."""
+    said = on_card(guard, RESULTS, TINY, tmp_path / "tiny", qwen3, tmp_path / "qwen3")
+    on = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("found ")]
+    for n, (model, found) in enumerate(zip((TINY, qwen3), on, strict=True)):
+        wanted = results("cpu", model, tmp_path / f"cpu{n}")
+        assert (found.pop("devices"), wanted.pop("devices")) == (["cuda"], ["cpu"])
+        assert wanted.pop("backends") == dict(replies="kv_cache", passes=["prefix_sharing", "padded"])
+        assert found.pop("backends") == dict(replies="kv_cache", passes=["padded"])
+        assert found.pop("ids") == wanted.pop("ids")
+        for name, tolerance in (("half", 0.1), ("half_gradient", 0.05 * wanted["half_gradient"])):
+            assert found.pop(name) == pytest.approx(wanted.pop(name), abs=tolerance)
+        for values, expected in zip(found.pop("sampled"), wanted.pop("sampled"), strict=True):
+            assert values == pytest.approx(expected, abs=1e-3)
+        for name, values in wanted.items():
+            assert found[name] == pytest.approx(values, abs=1e-3), name
 
 
 MIXED = """

@@ -399,8 +399,6 @@ def test_an_invalid_edit_is_refused_with_file_and_line(
     assert line.startswith(f"{tmp_path / 'run' / name}, line 2: ") and says in line
 
 
-
-
 # --------------------------------------------------------------------------------------- a branch
 
 
@@ -611,6 +609,22 @@ def test_the_closing_lines_have_the_result_and_commands_that_can_be_pasted():
         "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
         "800 s in all", "bash run.sh page 'my runs/a'", "bash run.sh compare 'my runs/a' OTHER_RUN",
         "bash run.sh play webshop --agent 'my runs/a'"]
+
+
+@pytest.mark.parametrize("flags, status", [
+    (("--help", "all"), -signal.SIGPIPE), ((), 128 + signal.SIGPIPE)])
+def test_a_closed_pipe_ends_the_program_silently(flags, status, small_model, tmp_path):
+    """As with `| head`, the next output ends the program."""
+    read, write = os.pipe()
+    os.close(read)
+
+    def without_a_reader():
+        sys.stdout = open(write, "w")
+        os.dup2(write, 1)
+        in_toy("--model", small_model, "--out", tmp_path / "run", *flags)
+
+    assert ended(fork(without_a_reader, tmp_path / "said")) == status
+    assert (tmp_path / "said").read_text() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
