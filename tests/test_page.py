@@ -221,6 +221,7 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
         told.hash = location.hash;
         document.querySelector('[data-iteration="1"]').click();
         told.heads = all(".talk .who").map(e => e.textContent);
+        told.broken = document.body.innerText.match(/\\[object|undefined|NaN/g);
         told.parts = all(".turn.parts .action").map(e => e.textContent.slice(0, 8));
         told.rows = all(".pairs tbody tr").map(e => [...e.cells].map(c => c.textContent));
         told.pwned = document.title === "pwned" || all("#detail script, #detail img").length;
@@ -240,7 +241,9 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     assert (told["search"], told["hash"]) == (["train-2"], "#webshop-train-0")
     # The target repeats the expert's first action, the failure agent its first two.
     assert [head.split(" ")[0] for head in told["heads"]] == ["expert", "target", "failure"]
-    assert "0.20" in told["heads"][1] and "differs from the expert at turn 2" in told["heads"][1]
+    assert told["heads"][0].endswith("3 turns") and "0.20" in told["heads"][1]
+    assert told["heads"][1].endswith("2 turns, differs from the expert at turn 2")
+    assert told["broken"] is None
     assert told["parts"] == ["target", "<script>"]
     assert [row[0] for row in told["rows"]] == [
         "expert 1>target 0.20", "expert 1>failure 0.90", "failure 0.90>target 0.20"]

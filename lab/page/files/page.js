@@ -12,14 +12,14 @@ const PHONE = "(max-width: 900px)"; // as in page.css
 
 // ----------------------------------------------------------------------------------- data
 
-function read(run) { // returns a trajectory with its opening and its turns
-  const [opening, turns] = [[], []];
+function read(run) { // returns a trajectory with its opening and its exchanges
+  const [opening, exchanges] = [[], []]; // an exchange is a reply and its observation, if any
   for (const [n, {role, content}] of (run.messages || []).entries()) {
     if (n < run.opening) opening.push(content);
-    else if (role === "assistant") turns.push({reply: content, page: null});
-    else turns[turns.length - 1].page = content;
+    else if (role === "assistant") exchanges.push({reply: content, page: null});
+    else exchanges[exchanges.length - 1].page = content;
   }
-  return {...run, opening, turns};
+  return {...run, opening, exchanges};
 }
 
 function split(reply) { // returns the thought before the action, and the action
@@ -30,13 +30,13 @@ function split(reply) { // returns the thought before the action, and the action
 }
 
 const words = text => text.split(/\s+/).filter(Boolean);
-const acts = turn => turn && words(split(turn.reply).action).join(" ");
+const acts = exchange => exchange && words(split(exchange.reply).action).join(" ");
 
 // Returns the index of the first turn with different actions, or null if there is none.
 function partingTurn(a, b) {
   if (!a.messages || !b.messages) return null;
-  for (let n = 0; n < Math.max(a.turns.length, b.turns.length); n++)
-    if (acts(a.turns[n]) !== acts(b.turns[n])) return n;
+  for (let n = 0; n < Math.max(a.exchanges.length, b.exchanges.length); n++)
+    if (acts(a.exchanges[n]) !== acts(b.exchanges[n])) return n;
   return null;
 }
 
@@ -346,10 +346,10 @@ function talk(shown) {
   const known = new Set(shown[0].opening.flatMap(text => text.split(/ \[SEP\] | \| |\n/))
     .map(piece => piece.trim()).filter(piece => piece.length > 40));
   const cells = shown.map((run, n) => who(run, n, parted[n], shown[0]));
-  for (let turn = 0; turn <= Math.max(...shown.map(run => run.turns.length)); turn++)
+  for (let turn = 0; turn <= Math.max(...shown.map(run => run.exchanges.length)); turn++)
     for (const [n, run] of shown.entries()) {
-      if (turn < run.turns.length) cells.push(cell(run, turn, parted[n], known, shown[0], n));
-      else cells.push(turn > run.turns.length ? make("div")
+      if (turn < run.exchanges.length) cells.push(cell(run, turn, parted[n], known, shown[0], n));
+      else cells.push(turn > run.exchanges.length ? make("div")
         : say("div", "end", pill(run.reward), " ", ending(run)));
     }
   const grid = make("div", {className: "talk", role: "group", tabIndex: 0,
@@ -378,7 +378,7 @@ function who(run, n, parted, first) {
 }
 
 function cell(run, turn, parted, known, first, n) {
-  const {reply, page} = run.turns[turn], {thought, action} = split(reply);
+  const {reply, page} = run.exchanges[turn], {thought, action} = split(reply);
   const state = parted === undefined ? "" : parted === null || turn < parted ? "same"
     : turn === parted ? "parts" : "parted";
   const beyond = pair !== null && n === 1 && turn >= longest();
