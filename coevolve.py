@@ -518,15 +518,15 @@ def preference_steps(
 ) -> list[list[Group]]:
     """Returns the batches of preference training, one batch per optimiser step.
 
-    By default, the batches cover --dpo-epochs epochs over the pairs. If --dpo-steps is set, the
-    target agent is trained on exactly --dpo-steps batches. This makes the targets of different runs
-    comparable, because all of them are trained for the same number of steps. Without --dpo-steps,
-    the number of steps depends on the number of pairs.
+    By default, an agent is trained for --dpo-epochs epochs over its pairs. If --dpo-steps is set,
+    the target agent is trained on exactly --dpo-steps batches. This makes the targets of different
+    runs comparable, because all of them are trained for the same number of steps. Without
+    --dpo-steps, the number of steps depends on the number of pairs.
 
     Args:
         groups: The groups, one for each task with pairs.
         name: The agent's name, which is part of the seed for shuffling.
-        role: The agent's role. --dpo-steps applies only to D_tgt.
+        role: The agent's role. --dpo-steps applies only to the target agent's role, "D_tgt".
         i: The iteration, which is part of the seed for shuffling.
         s: The settings.
     """

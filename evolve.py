@@ -699,13 +699,16 @@ def evidence(episodes: list[Trajectory]) -> dict:
 def collect_history(segments: Iterable[list[Trajectory]], window: int) -> History:
     """Collects the trajectories that the signals are computed from.
 
+    A task group has the trajectories of one task in one training step. For each task, the history
+    has the latest group and up to `window` earlier groups. Tasks that were not played in the last
+    segment are left out.
+
     Args:
         segments: The trajectories of each segment so far, in the order in which they were played.
-        window: The number W. The history has the latest task group of each task, and up to W
-            earlier groups.
+        window: The maximum number of earlier groups per task.
 
     Returns:
-        The history of the tasks that were played in the last segment.
+        The history.
     """
     groups = defaultdict(dict)  # task -> step -> its trajectories
     last = []
@@ -750,13 +753,14 @@ def boundary(history: History, s: Evolution) -> Iterator[dict]:
 
 
 def rare(history: History, s: Evolution) -> Iterator[dict]:
-    """Yields the rare action patterns P. A pattern p is rare if 0 < c_p / N < theta / 100.
+    """Yields one signal for each rare action pattern of the segment.
 
-    N is the number of episodes in the segment. c_p is the number of episodes that contain p, and
-    must be at least --rare-min. Patterns consist only of actions that the environment executed.
+    A pattern is rare if less than theta percent of the segment's episodes contain it, but at least
+    --rare-min episodes do. Patterns consist only of actions that the environment executed.
 
-    The episodes that contain p are sorted by reward, lowest first. The signal's task is the task of
-    the first episode. The evidence is the first failure and the first success in the sorted list.
+    To make the signal of a pattern, its episodes are sorted by reward, lowest first. The first
+    episode's task becomes the signal's task. The first failure and the first success in the sorted
+    list become the signal's evidence.
     """
     counts = Counter(itertools.chain(*history.patterns))
     for pattern, count in counts.items():
@@ -1075,7 +1079,7 @@ def refusal(
     texts: list[set[str]],
     near_text: float,
 ) -> str | None:
-    """Checks whether a candidate can join D, except for the replay of its solution.
+    """Checks a candidate for the task set. Its solution is not replayed here, but later.
 
     Args:
         generator: The environment's TaskGenerator.
@@ -1115,10 +1119,10 @@ def words(text: str) -> set[str]:
 
 
 def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
-    """Writes the new D, which consists of the old D and the added proposals.
+    """Writes the new task set D: the old task set, and each proposal with the verdict "added".
 
-    Returns the number of tasks in the new D (`tasks`), and the number of added tasks (`joined`).
-    Raises UsageError if the new D is empty.
+    Returns the number of tasks in the new task set (`tasks`), and how many of them are new
+    (`joined`). Raises UsageError if the new task set is empty.
     """
     task_rows = rows_of(task_set)
     env = env_with(run, task_rows)
@@ -1203,8 +1207,8 @@ class Evolution(NewTasks, types.Stated):
     rare_min: types.Count = 1
     # The maximum number of signals of each kind that are picked for exploration [ours]
     picks: types.Count = 8
-    # The tasks to explore: the tasks of the picked signals ("signals"), or the same number of
-    # random tasks of D ("random") [summary; random: notes]
+    # The tasks that the agent explores: those that the chosen signals name ("signals"), or equally
+    # many random tasks of the task set ("random") [summary; random: notes]
     guide: Literal["signals", "random"] = "signals"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:

@@ -236,9 +236,9 @@ class TaskGenerator:
         a value with the literal. The agent can find a literal in one of these places:
 
         - the text of the task
-        - the person's data
-        - the documentation of the argument
-        - the output of an earlier part
+        - the data of the person whose phone it is
+        - the documentation of the API's argument
+        - the output of an earlier code block of the solution
 
         Ids, page numbers and secrets such as passwords are not checked, because the agent can
         always look up these values.

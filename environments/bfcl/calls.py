@@ -238,10 +238,10 @@ class Simulators:
 
 
 def _in_order(result):
-    """Returns the result of a call with a deterministic error message.
+    """Makes the error message of a call's result deterministic, and returns the result.
 
-    Two error messages of the simulators contain a printed set of words. The order of the words
-    differs between Python processes, so this function sorts the words.
+    Two error messages of the simulators contain a printed Python set of words. Its order differs
+    between processes, so this function sorts the words.
     """
     error = result.get("error") if type(result) is dict else None
     for start, end in (("Invalid fields for update: ", ""),

@@ -176,7 +176,8 @@ def _part_of_date(part: int):
     return _or_null(function)
 
 
-TODAY = "2024-09-01 12:00:00"  # the current time in every query, so that results are reproducible
+# Queries see this fixed date as the current time, so that their results do not change with the day.
+TODAY = "2024-09-01 12:00:00"
 _DATES = sqlite3.connect(":memory:", check_same_thread=False)  # runs sqlite's own time functions
 
 

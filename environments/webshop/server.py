@@ -109,8 +109,8 @@ class Client:
     """An HTTP client for a WebShop server. The docstring of `WebShopServer` describes its rules."""
     # A dict {server URL: {goal: instruction}} of all goals that this process has read
     instructions = defaultdict(dict)
-    # A dict {server URL: set of the clients that need no lock}. A client is in the set if it has
-    # received a response since the server last failed.
+    # A dict from a server's URL to the clients that have received a response since the server last
+    # failed. These clients send requests in parallel. The others take a lock and send one by one.
     ready = defaultdict(WeakSet)
 
     def __init__(self, url: str, timeout: float, load_timeout: float):

@@ -29,12 +29,12 @@ class ExecutedAction:
 
 class TaskGenerator:
     """Makes new goals from episodes or from an explorer model's proposals, and checks the goals."""
-    # This text explains in the prompt of an explorer model what a task is.
+    # This text is part of an explorer model's prompt. It explains what a task is.
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
             "the limit as: lower than 50.00 dollars. Its actions end with the purchase.")
-    # This text lists the actions in the prompt of an explorer model, if the prompt does not contain
-    # the rules of the environment.
+    # This text lists the actions. It is part of an explorer model's prompt if the prompt does not
+    # have the rules of the environment.
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
