@@ -10,7 +10,7 @@ that the agent is trained with this loss:
         failure <- DPO(better failure > worse failure, any two failures of a task) Eq. (6), (7)
         target  <- weighted DPO(expert > own rollout, expert > failure agent's rollout,
                                 better failure > worse failure, one of each agent) Eq. (8), (9)
-                   + lambda_SFT x SFT(chosen experts and successful rollouts)
+                   + lambda_SFT x SFT(chosen trajectories that are not failures)
 
 Three files contain the method. Read this file first, then `dpo.py` (losses and training loop), and
 then `envs.py` (environments and episodes). Agents and environments exchange only text. The folder
@@ -77,7 +77,8 @@ class Agent:
 
 # To add a method, add an entry to AGENTS, and an entry to METHODS at the end of this file. To add a
 # role, add a branch to make_pairs. train_preferences uses Eq. (9) for the role D_tgt, and Eq. (7)
-# for all other roles.
+# for all other roles. To add a loss, write a function like dpo.preference_loss, and pass it to
+# run.fit in train_preferences.
 TARGET = Agent("target", "D_tgt")
 AGENTS = {"sft": [TARGET],
           # ETO is "a DPO-only baseline" [Section 5.1]. If the target is the only agent, the role
@@ -201,8 +202,8 @@ def evaluate_all(run: Run, models: dict[str, Path], i: int) -> None:
 #     run.fit         trains a model with a new AdamW optimiser (`dpo.train`), and saves it
 #     run.log_probs   runs `dpo.token_log_probs` in parallel on all ranks
 #     run.play        runs episodes with an inference copy of a model
-# By default, forward passes of training run in bf16 on a GPU, and the inference copy has bf16
-# weights. The included model tiny is an exception: its default is fp32 (see --bf16).
+# By default, training on a GPU computes forward passes in bf16, and the inference copy on a GPU has
+# bf16 weights. On a CPU, and for the included model tiny, the default is fp32 (see --bf16).
 
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
@@ -436,8 +437,9 @@ def train_preferences(
         return run.copy_agent(agent, out) | counts
 
     # Before training, compute the log-probability log pi_ref(e|u) of each trajectory e given its
-    # task u. The reference model is then freed before the agent is loaded, so only one model is in
-    # memory at a time.
+    # task u. By default, the reference model is the agent itself at the start of the iteration, so
+    # the same model is then trained. Otherwise the reference model is freed before the agent is
+    # loaded, so that only one model is in memory at a time.
     model = run.load(reference)
     if s.reference == "none":  # pi_ref = 1
         for t in dpo.trajectories_of(groups):
@@ -557,7 +559,7 @@ def d_tgt(
         s: The settings.
         dropped: A counter of unusable trajectories and of comparisons that make no pair, by reason.
     """
-    comparisons = len(own) * len(others)  # includes successes and unusable trajectories
+    comparisons = len(own) * len(others)  # M x N, including successes and unusable trajectories
     own = usable(own, dropped)
     others = usable(others, dropped)
 
@@ -582,9 +584,10 @@ def d_tgt(
     # failure pairs receive full emphasis".
     #
     # In the paper, each agent plays each task once. The expert pairs of a task have a total weight
-    # of 1, and the only failure pair of the task has the weight 1. With R rollouts per agent, a
-    # task has up to R x R failure pairs. Here, each failure pair has the weight 1 / (R x R), so the
-    # total weight of all failure pairs of a task is at most 1 [ours].
+    # of 1, and the only failure pair of the task has the weight 1. If the target has M rollouts of
+    # a task and the other agents have N, the task has up to M x N failure pairs. Here, each of them
+    # has the weight 1 / (M x N), so the failure pairs of a task have a total weight of at most 1
+    # [ours]. The total is lower if some rollouts are successes.
     #
     # In Eq. (8), the target's failure is always the chosen trajectory. In this code, the chosen
     # trajectory is the failure with the higher reward, as in Eq. (6) [ours].
@@ -854,9 +857,9 @@ class Preferences:
 class FailureAgent:
     """The failure agent (Section 4.2)"""
     # Failure pairs of the failure agent: "all" compares any two failures of a task in the current
-    # iteration; "cross" compares only failures of different agents, as in Eq. (6); "buffer" also
-    # uses failures of earlier iterations; "none" trains the failure agent only with SFT
-    # [Section 4.2]
+    # iteration; "cross" compares only failures of different agents, as in Eq. (6); "buffer" is
+    # "all" with the failures of both agents in all iterations so far; "none" trains the failure
+    # agent only with SFT [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
     # Rollouts of the failure agent in the target's pairs: sampled "before" or "after" the failure
     # agent's training in this iteration; with "after", the failure agent plays twice per iteration

@@ -572,8 +572,8 @@ def train(
             for kind, row in statistics.items():
                 sums[kind].update(row)
         # In data-parallel training, each rank backpropagates only through its own forward passes.
-        # The gradient of each rank is multiplied by the number of ranks (see
-        # `engine.forward_passes`), so the average over all ranks is the gradient of the batch.
+        # The gradient of the batch is the sum over ranks. Averaging divides this sum by the number
+        # of ranks. To compensate, `engine.forward_passes` multiplies gradients by the same number.
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
         if not math.isfinite(total["loss"] + norm):

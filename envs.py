@@ -49,8 +49,9 @@ class Environment:
 
     A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and implements `start` and
     `step`. If there is a scripted expert, the subclass also implements `expert`. All other
-    attributes and methods have defaults. Commands find the environment by its folder
-    `environments/NAME`. docs/environments.md has a complete example.
+    attributes and methods have defaults. The commands accept NAME if the file
+    `environments/NAME/__init__.py` has a settings class `Options` that creates the environment.
+    docs/environments.md has a complete example.
 
     If the environment itself fails, for example because a server stops, the methods `start` and
     `step` must raise EnvError immediately. Calling `close` and then `reset` restarts the
@@ -68,10 +69,9 @@ class Environment:
     max_turns: int                # maximum number of replies per episode, enforced by the caller
     stops = ("Observation:",)     # stop strings; a reply ends before the first stop string [ours]
     rules = ""                    # start of the prompt: instructions, used only with view "full"
-    # A regular expression that matches random text in observations. For example, a real WebShop
-    # server chooses new random price limits each time the server starts. The matching text is
-    # ignored when an observation is compared with a published trajectory. The default matches no
-    # text.
+    # A regular expression for text that differs each time a server starts, such as the random price
+    # limits of a real WebShop server. This text is ignored when --experts compares the observations
+    # of a published trajectory with those of the environment. The default matches no text.
     drawn_anew = "(?!)"
     # The next two attributes are used to read files of published expert trajectories.
     # `published_types` lists the task types, in the order of their numeric ids. `task_of` is a

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
         first.add_argument(flag(name), default=getattr(Settings, name))
     args, _ = first.parse_known_args(argv)
     models.MODELS["smollm2"] = smollm2.base
-    # Every run loads a tokenizer. An endpoint does not use it, so the one of "tiny" will do.
+    # Every run loads a tokenizer. A run with an endpoint loads tiny's tokenizer, but never uses it.
     if is_endpoint(args.model):
         models.MODELS[args.model] = models.MODELS["tiny"]
     trained_in = run_of(Path(args.model).expanduser()) if args.method == "evaluate" else None

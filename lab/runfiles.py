@@ -59,7 +59,7 @@ def config_of(run: Path) -> dict:
 
 
 def way_of(run: Path, env: str) -> list[str]:
-    """Returns the command-line flags with which an agent plays under the settings of its training.
+    """Returns the command-line flags that make an agent play with the settings of its training run.
 
     These are the view, the token limits and the environment settings of the run that trained it. If
     `env` is not the environment of that run, the list is empty.

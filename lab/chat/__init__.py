@@ -1,2 +1,2 @@
-"""Evaluation and exploration with something other than an agent in training: a fixed agent, a model
-at a chat endpoint, or a person at the terminal."""
+"""Evaluation and exploration without training. Episodes are played by a trained agent, by a model
+at a chat endpoint, or by a person at the terminal."""

@@ -29,9 +29,9 @@ TRIES = 8               # maximum number of attempts per call [ours]
 TIMEOUT = 300           # maximum time for one response, in seconds [ours]
 MAX_WAIT = 120          # maximum wait between two attempts, in seconds [ours]
 MAX_BYTES = 1_000_000   # maximum size of a response, in bytes [ours]
-BYTES_PER_TOKEN = 4     # for estimated token counts [OpenAI's rule of thumb for English]
+BYTES_PER_TOKEN = 4     # the average that token counts are estimated with [OpenAI, for English]
 MAX_ERROR = 4000        # only this many characters of an error message are classified [ours]
-END_TOKENS = 16         # special tokens that a server may count as part of a reply [ours]
+END_TOKENS = 16         # maximum number of special tokens that a reply's usage may include [ours]
 # Usage numbers that are summed over the responses of a phase. `Endpoint` returns all of them except
 # cut_prompts, which `Paid` in evaluate.py adds.
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
@@ -41,7 +41,7 @@ NO_REPLY = "(no reply)"  # sent instead of an empty message, which some servers 
 # HTTP statuses by their possible meaning. Transient errors and prompts that are too long may also
 # have a status of 500 or above.
 PASSING = {408, 409, 425, 429}        # transient error
-REFUSING = {400, 403, 413, 422, 451}  # these messages are refused, other messages may be accepted
+REFUSING = {400, 403, 413, 422, 451}  # the server refuses these messages, but not all messages
 OF_LENGTH = {400, 413, 422}           # the prompt is too long
 
 # Fields that are read in the body of an error. Other fields are skipped, because they may quote the
@@ -72,8 +72,8 @@ TOO_LONG = re.compile(
     r'(too many|number of|reduce|range of)[^.;:"]{0,30}(token|length|prompt)|'
     r"max\w{0,20}tokens\b.{0,60}(too large|at most|less than|maximum|<)|at least 1, got -|"
     r"content'?: string too long", re.I)
-# Matches error messages that use similar words for another problem, such as rate limits, timeouts
-# or unknown parameters.
+# Matches error messages that TOO_LONG would match by mistake. They are about another problem, such
+# as rate limits, timeouts or unknown parameters.
 OTHERWISE = re.compile(
     r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|took too long|"
     r"timed? ?out|deadline|request (id|header)|\b(an?|the) image\b|unrecogni[sz]ed|not permitted|"
@@ -116,7 +116,7 @@ TAGS = re.compile(TAG, re.I | re.X)
 # The header of the final channel in gpt-oss's harmony format. The reply follows it.
 FINAL = (r"(?:<\|end\|>\s{0,9})?(?:<\|start\|>\s{0,9}assistant\s{0,9})?<\|channel\|>\s{0,9}final"
          r"[^<]{0,40}(?:<\|constrain\|>[^<]{0,40})?<\|message\|>")
-# If a server removes the special tokens, "assistantfinal" is left of this header.
+# If a server removes the special tokens from this header, only the text "assistantfinal" remains.
 FINALS = re.compile(rf"{FINAL}|assistantfinal", re.I)
 MARKS = re.compile(rf"""
     (?P<tag> {TAG})
@@ -208,9 +208,12 @@ class Endpoint:
         raise EndpointError(self.in_one_line(problem))
 
     def request_once(self, messages: list[dict]) -> tuple[str, dict]:
-        """Sends a request once. Returns the reply and its usage, or raises Passing, ContextFull,
-        NotAnswered or EndpointError. If the endpoint rejects an optional field, such as
-        temperature, the request is sent again without this field."""
+        """Sends a request once, and returns the reply and its usage.
+
+        If the endpoint rejects an optional field, such as temperature, the request is sent again
+        without this field. Raises Passing if the error may be transient, ContextFull if the prompt
+        is too long, NotAnswered if the endpoint refuses the messages, and EndpointError otherwise.
+        """
         while True:
             body = self.body | dict(messages=messages)
             try:
@@ -276,8 +279,8 @@ class Endpoint:
     def read(self, response: dict, text: str) -> tuple[str, dict]:
         """Extracts the reply and the usage from a response.
 
-        If the response is malformed, the exception of the code that reads it, such as a KeyError or
-        a TypeError, is not caught here. The caller catches it and repeats the request.
+        A malformed response raises an exception such as KeyError or TypeError. The caller catches
+        it and repeats the request.
 
         Args:
             response: The parsed JSON of the response.

@@ -250,11 +250,11 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
 
 
 def examples(run: Run) -> list[dict]:
-    """Returns the messages of --examples expert conversations, which are few-shot examples.
+    """Returns the messages of the few-shot examples. The setting --examples is their number.
 
-    The conversations are the first successful expert trajectories. Tasks that the run evaluates
-    are skipped. Only the first conversation contains the environment's rules. With --protocol eto
-    the list is empty, because the opening messages of this protocol already have examples.
+    The examples are the first successful expert trajectories of tasks that the run does not
+    evaluate. Only the first example contains the environment's rules. With --protocol eto there
+    are no examples, because the opening messages of this protocol already have some.
     """
     env = run.env
     count = run.settings.examples

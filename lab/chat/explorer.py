@@ -184,8 +184,8 @@ class Player:
 
     Args:
         run: The run.
-        contexts: The endpoint's interpretation of a signal, by task. It becomes part of the prompt,
-            as a hint what to explore. A task without an entry is explored without a hint.
+        contexts: The endpoint's interpretation of a signal, by task. The prompt includes it as a
+            hint at what to explore. A task without an entry is explored without a hint.
     """
 
     def __init__(self, run: Run, contexts: dict[str, dict | str]):
@@ -237,9 +237,10 @@ def told(messages: list[dict], size: int) -> str:
 def objects(reply: str) -> list[dict | None]:
     """Parses the JSON objects in a reply. A malformed or truncated object is returned as None.
 
-    After a malformed object, the search continues at the next object that starts like a proposal.
-    Other objects are skipped there, because they are parts of the malformed object. A reply without
-    any object returns [None], except that [] is returned for an empty JSON list.
+    After a malformed object, the search continues at the next object whose start looks like a
+    proposal. Objects before it are skipped, because they are parts of the malformed object.
+
+    Returns [] for an empty JSON list, and [None] for any other reply without objects.
     """
     reply = reply[:LONGEST_REPLY]
     values = []

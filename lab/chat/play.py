@@ -101,7 +101,8 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
         running.send(None)
         while True:
             say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
-            shown = len(t.messages) + 1  # + 1: the person has seen the next message, their reply
+            # The next message is the person's own reply, so it does not have to be printed.
+            shown = len(t.messages) + 1
             say(f"\n--- turn {t.turns + 1} of {env.max_turns}")
             if agent:
                 ids, text = agent.propose(t)

@@ -108,7 +108,7 @@ def conversations(run: Path, megabytes: float) -> dict:
 
     texts = instructions(runs)
     tasks = []
-    room = 5e6 * megabytes  # limit in bytes before compression, which leaves a fifth
+    room = 5e6 * megabytes  # in bytes before compression, which shrinks the data to about a fifth
     for task in sorted(runs, key=lambda task: interest(runs[task].values())):
         shown = list(runs[task].values())
         size = len(json.dumps(shown))
@@ -144,9 +144,9 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
 
     Args:
         pairs: The pairs of each task.
-        runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
-            into the list of the task's trajectories.
-        run: The run's folder.
+        runs: The trajectories of each task, which the page's data calls runs. In an added pair,
+            `chosen` and `rejected` are indices into the task's trajectories.
+        run: The folder of the training run.
         recorded: The record of the phase that wrote the pairs file.
 
     The keys `first` and `last` of an added pair are its log-probabilities and margin in the first

@@ -55,8 +55,8 @@ COMPARED = [
     # of second agent.
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
-    # These pairs show the effects of a failure agent that plays after it has learned instead of
-    # before, and of a single rollout per task.
+    # These pairs show the effect of --failure-plays after, with which the failure agent learns
+    # before it plays for the target, and the effect of a single rollout per task.
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
     ("coevolve-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
@@ -72,8 +72,11 @@ def method_of(arm: str) -> str:
 
 
 def needed_by(arm: str) -> list[str]:
-    """Returns the arms whose runs must finish first, because this arm takes the values of its
-    settings in braces from them. The list has one arm, or none if there are no braces."""
+    """Returns the arms whose runs must finish before this arm's run can start.
+
+    If a setting of this arm is in braces, its value comes from a finished run of another arm. There
+    is at most one such arm.
+    """
     if "{tasks}" in ARMS[arm]:
         return ["evolve"]
     return ["coevolve"] if "{" in ARMS[arm] else []
@@ -153,7 +156,9 @@ def named(given: list[tuple[str, Path]]) -> Runs:
                              "one environment")
         seed = settings["seed"]
         first_seed = config.get("branch", {}).get("seed", seed)
-        if first_seed != seed:  # compared only with runs that have the same two seeds
+        # The outputs that a branch reused may have another seed. Such a run is compared only with
+        # runs that have the same two seeds.
+        if first_seed != seed:
             seed = f"{first_seed}>{seed}"
         other = runs[name].setdefault(seed, path)
         if other is not path:
