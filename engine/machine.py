@@ -261,8 +261,8 @@ def training_bytes(
     size = ModelSizes(config)
     states = (20 if keeps_reference else 16) * parameters / ranks
     stream = 2  # bytes per number in the residual stream
-    # Without FSDP2, the model runs under autocast. It caches a bf16 copy of the weights, and the
-    # residual stream is in fp32.
+    # Without FSDP2, the model runs under autocast. Autocast caches a bf16 copy of the weights, with
+    # 2 bytes per parameter. The residual stream is in fp32, with 4 bytes per number.
     if ranks == 1:
         states += 2 * parameters
         stream = 4
@@ -282,7 +282,7 @@ def check_memory(
 ) -> str | None:
     """Checks that a model can be trained on GPUs of this size, and that an inference copy fits.
 
-    The memory is computed with gradient checkpointing, which needs the least memory.
+    The estimate assumes gradient checkpointing, because training then needs the least memory.
 
     Args:
         config, parameters, ranks, tokens, keeps_reference: The arguments of `training_bytes`.
@@ -328,7 +328,7 @@ def slots_that_fit(
         tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
             takes as much memory as the longest episode in the batch.
         bf16: Whether the model runs in bf16. If False, it runs in fp32.
-        prefill_tokens: The maximum total number of tokens in a prefill pass, summed over episodes.
+        prefill_tokens: The maximum number of tokens in a prefill pass, summed over its episodes.
     """
     size = ModelSizes(config)
     number = 2 if bf16 else 4  # bytes per number
@@ -353,8 +353,10 @@ def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
         free: The free memory on the GPU in bytes.
         tokens: The length of the longest test sequence.
     """
-    # CUDA has no fused attention kernel in fp32, so the attention scores are stored. There are
-    # three sequences in a batch, and three copies of the scores of each head.
+    # The estimate assumes that the attention scores are stored. In fp32 on CUDA, grouped-query
+    # attention without a mask has no fused kernel: FlashAttention does not support fp32, and the
+    # memory-efficient kernel of torch does not support grouped-query attention. The factors are 3
+    # sequences in a batch, 3 tensors of scores per head, and 4 bytes per score.
     scores = 3 * 3 * ModelSizes(config).heads * tokens ** 2 * 4
     return 4 * parameters + scores < FREE * free
 
