@@ -1,7 +1,7 @@
 """The setting --branch RUN@OUTPUT: start a new run from the outputs of an earlier run.
 
-The new run copies all outputs of RUN that come before OUTPUT. It makes OUTPUT and all later outputs
-itself, with the current settings and code. `Run.open_folder` calls `take` for a new run.
+The new run copies all outputs of RUN that come before OUTPUT. It computes OUTPUT and all later
+outputs again, with the current settings and code. `Run.open_folder` calls `take` for a new run.
 """
 
 import os

@@ -125,7 +125,7 @@ class Machine:
 def rendezvous():
     """Handles signals and errors while the ranks connect to each other.
 
-    torch may wait up to 30 minutes for all ranks. It waits in C++ code, where Python's signal
+    torch may wait up to 30 minutes for all ranks. This wait is in C++ code, where Python's signal
     handlers do not run. Therefore SIGINT and SIGTERM get their default handlers, which end the
     process at once. If the ranks have not connected after 3 seconds, the process prints the address
     that it is waiting for.
@@ -193,8 +193,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 # These estimates are sums of tensor sizes. docs/large_models.md compares the estimates with the
 # peak memory that was measured on an H100.
 
-# Models with fewer parameters than this count as small. Larger models are slow on a CPU even with a
-# small batch. The number is our choice.
+# A model with fewer parameters than SMALL counts as small. Larger models are slow on a CPU even with
+# a small batch. The number is our choice.
 SMALL = 10_000_000
 # The fraction of GPU memory that tensors can use. The rest is needed for the CUDA context, NCCL
 # buffers and fragmentation.

@@ -614,7 +614,8 @@ def write_for_transformers_4(folder: Path) -> None:
     config = read_json(folder / "config.json")
     config.pop("auto_map", None)  # auto_map refers to Python files that are not saved
     rope = config.get("rope_parameters") or {}
-    if config["model_type"].startswith("gemma3"):  # two attention types, two RoPE thetas
+    if config["model_type"].startswith("gemma3"):
+        # The two attention types of Gemma 3 have different RoPE thetas.
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     if "rope_theta" in rope:

@@ -2,8 +2,8 @@
 
 The training loops and the phases in `coevolve.py` receive a `Run` object. Its main methods:
 
-- `once` runs a phase, or reuses the phase's output if it already exists. This is also how an
-  interrupted run resumes.
+- `once` runs a phase, or reuses the phase's output if it already exists. An interrupted run resumes
+  with the same calls of `once`.
 - `load`, `log_probs` and `fit` train a model.
 - `play` runs episodes with a model.
 """
@@ -52,8 +52,8 @@ ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 class Run:
     """The folder, the machine and the models of a run.
 
-    To resume an interrupted run, create a `Run` with the same settings. It reuses the outputs of
-    all finished phases, and restarts the phase that was interrupted.
+    To resume an interrupted run, create a `Run` with the same settings. The new object reuses
+    the outputs of all finished phases, and restarts the phase that was interrupted.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Run:
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
-        # Only the main rank writes the code version to config.json.
+        # Only the main rank needs the code version, because only this rank writes config.json.
         self.code = code_now() if self.main else None
 
         # 1. Create the folder of a new run, and select its backends. A resumed run uses the
@@ -207,13 +207,14 @@ class Run:
         A file among the inputs is represented by its bytes. An agent of this run is represented by
         the cache key of the phase that trained it. The code of the phase is not part of the key.
 
-        If a user has edited an output after its phase, the edited output is reused, and its record
-        in phases.json is marked with `edited`.
+        If a user has edited an output after the phase wrote it, the edited output is reused. Its
+        record in phases.json then has the entry `edited`.
 
         Args:
             output: The name of the output, which is a file or a folder in the run's folder.
-            phase: A function phase(run, path, *inputs, **parameters). It writes the output to
-                `path`, which is a temporary path, and returns a dict of numbers for phases.json.
+            phase: A function phase(run, path, *inputs, **parameters). The function writes
+                the output to the temporary path `path`, and returns a dict of numbers for
+                phases.json.
             inputs: The inputs of the phase: paths, or lists or dictionaries of paths.
             parameters: The parameters of the phase: numbers and strings.
 
@@ -328,7 +329,7 @@ class Run:
             tqdm.write(visible(text))
 
     def bar(self, total: int | None, items: Iterable | None = None):
-        """Returns a progress bar for the current phase. It is visible only in a terminal.
+        """Returns a progress bar for the current phase. The bar is visible only in a terminal.
 
         Args:
             total: The number of steps, or None if the number is unknown.
@@ -359,8 +360,8 @@ class Run:
     ) -> torch.Tensor:
         """Returns log pi of all action tokens of the trajectories, (A,), in nats.
 
-        Except for rounding, the result is the same as that of `dpo.token_log_probs`. It is computed
-        faster: in parallel on all ranks, or with prefix sharing on a CPU.
+        Except for rounding, the result is the same as that of `dpo.token_log_probs`. This method is
+        faster, because it runs in parallel on all ranks, or with prefix sharing on a CPU.
 
         Args:
             model: The model that defines the policy pi.
@@ -379,16 +380,17 @@ class Run:
     def shared_tokens(self) -> int:
         """Maximum number of tokens in a forward pass with prefix sharing.
 
-        It is 4 times `tokens_per_forward`. The maximum counts a shared prefix once per trajectory,
-        but the model computes the prefix only once. Therefore the model computes only about a
-        quarter of the counted tokens.
+        This maximum is 4 times `tokens_per_forward`, because the model computes only about a
+        quarter of the counted tokens. A shared prefix is counted once per trajectory, but the model
+        computes the prefix only once.
         """
         return 4 * self.machine.tokens_per_forward
 
     def fits(self, trajectories: list[Trajectory]) -> bool:
         """Returns True if one forward pass on each rank is enough for all these trajectories.
 
-        `dpo.train` uses this to split a batch into micro-batches whose activations fit in memory.
+        `dpo.train` calls this method to split a batch into micro-batches whose activations fit in
+        memory.
         """
         if self.shares_prefixes:
             return dpo.fits_in_pass(trajectories, self.shared_tokens)
@@ -534,7 +536,7 @@ class Run:
 
 
 def check_edits(run: Run, inputs) -> None:
-    """Raises UsageError if a user has edited an input so that a token id is not in the vocabulary.
+    """Raises UsageError if an input that a user has edited has a token id outside the vocabulary.
 
     Inputs that were not edited are not checked.
     """
@@ -581,14 +583,15 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if a folder contains other files than those of a run.
+    """Raises UsageError if `folder` is a file, or contains files that do not belong to a run.
 
-    Without this check, the run could overwrite these files.
+    Without this check, a new run could overwrite these files.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder}: it is a file; give a folder")
     names = {path.name for path in folder.glob("*")}
-    # If a run is interrupted right after its start, its folder has a lock but no config.json.
+    # If a run is interrupted right after its start, its folder contains the file `lock` but
+    # no config.json.
     interrupted = "lock" in names and "phases.json" not in names
     if names and "config.json" not in names and not interrupted:
         raise UsageError(f"--out {folder}: it contains {min(names)}, but no config.json of a run; "
@@ -634,8 +637,9 @@ def model_backends(run: Run, model: Path) -> dict:
 def agent_errors(run: Run, agent):
     """Adds a remedy to the UsageError that is raised when a model cannot be read.
 
-    The remedy is to delete the folder and rerun the command. It is added only if this run trained
-    the model, because the run cannot train other models again. Other errors are raised unchanged.
+    The remedy is to delete the folder and rerun the command. The remedy is added only if this run
+    trained the model, because the run cannot train other models again. Other errors are raised
+    unchanged.
     """
     try:
         yield
