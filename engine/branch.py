@@ -1,7 +1,7 @@
 """The setting --branch RUN@OUTPUT: start a new run from the outputs of an earlier run.
 
-The new run copies all outputs of RUN that come before OUTPUT. It computes OUTPUT and all later
-outputs again, with the current settings and code. `Run.open_folder` calls `take` for a new run.
+The new run copies all outputs of RUN that come before OUTPUT. Then the new run computes OUTPUT and
+all later outputs with the current settings and code. `Run.open_folder` calls `take` for a new run.
 """
 
 import os
@@ -26,9 +26,9 @@ def take(run, branch: str, now: dict) -> dict:
         now: The settings of the new run.
 
     Returns:
-        A dict with two entries for config.json. `branch` names the other run and OUTPUT,
-        and lists the settings and the code that differ. `taken` contains the records of the copied
-        outputs, read from the phases.json of the other run.
+        A dict with two entries for config.json. `branch` names the other run and OUTPUT, and lists
+        the settings and the code that differ. `taken` contains the records of the copied outputs,
+        read from the phases.json of the other run.
 
     Raises:
         UsageError: RUN or OUTPUT does not exist, a file that has to be copied does not exist, or

@@ -23,11 +23,11 @@ from engine import console
 from environments import environment
 from envs import EnvError
 
-# Errors caused by the user's input or by the machine. They are printed in one line. All other
+# Errors caused by the user's input or by the machine. Each is printed in one line. All other
 # errors are bugs and are printed with a traceback.
 EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
-# Error messages about a full disk. They are matched by text, because some libraries raise a plain
+# Error messages about a full disk. The text is matched, because some libraries raise a plain
 # Exception if the disk is full.
 FULL = re.compile("No space left on device|Disk quota exceeded")
 # Parts of the error messages that gloo and NCCL raise if another process of a distributed run has
@@ -126,7 +126,7 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
 
     Args:
         error: The error.
-        resumes: True if the run had already started. Then the line also says that the same command
+        resumes: True if the run had already started. Then the line also states that the same command
             resumes the run.
 
     Returns:

@@ -6,9 +6,9 @@ from collections import defaultdict
 # are fractions of all episodes or replies, and are printed as percentages.
 SHARES = {"success": "success", "hard_negative": "hard negatives",
           "other_failure": "other failures", "idle": "idle replies", "turn_limit": "turn limit"}
-# Entries of a phase's record that are not printed as results. For example, the
-# share of other failures is left out, because it follows from the printed shares: successes, hard
-# negatives and other failures add up to 100 %.
+# Entries of a phase's record that are not printed as results. For example, the share of
+# other failures is left out, because it follows from the printed shares: successes, hard negatives
+# and other failures add up to 100 %.
 RECORDS = {"i", "seconds", "edited", "other_failure"}
 
 

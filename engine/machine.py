@@ -108,7 +108,7 @@ class Machine:
     def gather(self, items: list) -> list:
         """Concatenates the lists of all ranks, in the order of the ranks.
 
-        Every rank has to call this method. It returns after the last rank has called it. A rank may
+        Every rank has to call this method. The call returns after all ranks have called it. A rank may
         wait for hours, because some episodes take longer than others. The timeout is 7 days.
         """
         if self.ranks == 1:
@@ -175,11 +175,11 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
     # Expandable segments reduce memory fragmentation in the CUDA allocator.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # Turn off the attention kernels of cuDNN. They need 0.1 s or more to prepare for each new input
-    # shape. Sequence lengths vary, so nearly every forward pass in training and every third decode
+    # Turn off the attention kernels of cuDNN. These kernels need 0.1 s or more to prepare for each
+    # new input shape. Sequence lengths vary, so nearly every forward pass in training and every third decode
     # step has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Turn off TF32, which NVIDIA's containers turn on. It is less precise than fp32.
+    # Turn off TF32, which NVIDIA's containers turn on. TF32 is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False
     # Ignore plugins that the user's accelerate config (default_config.yaml) turns on.
     for plugin in "DEEPSPEED", "FSDP", "MEGATRON_LM":
@@ -193,8 +193,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 # These estimates are sums of tensor sizes. docs/large_models.md compares the estimates with the
 # peak memory that was measured on an H100.
 
-# A model with fewer parameters than SMALL counts as small. Larger models are slow on a CPU even with
-# a small batch. The number is our choice.
+# A model with fewer parameters than SMALL counts as small. Larger models are slow on a CPU, even
+# with a small batch. The number is our choice.
 SMALL = 10_000_000
 # The fraction of GPU memory that tensors can use. The rest is needed for the CUDA context, NCCL
 # buffers and fragmentation.

@@ -133,7 +133,7 @@ def read_tokenizer(folder):
 
 
 def read_encoder(folder) -> Encoder:
-    """Returns the `Encoder` for the model in a folder. It converts messages to token ids."""
+    """Returns the `Encoder` for the model in a folder. The encoder converts messages to token ids."""
     vocabulary_size = read_config(folder).get_text_config().vocab_size
     return Encoder(read_tokenizer(folder), vocabulary_size)
 
@@ -217,8 +217,8 @@ def positions_of(config) -> float:
 def read_model(folder, dtype=torch.float32, device="cpu"):
     """Returns the causal LM in a folder, with its weights. On a GPU, its RMSNorms are fused.
 
-    transformers initialises missing weights at random and ignores unknown weights. This
-    function raises UsageError in both cases.
+    transformers initialises missing weights at random and ignores unknown weights. This function
+    raises UsageError in both cases.
 
     Raises:
         UsageError: The folder has no causal LM, or the checkpoint lacks weights of the model, or it
@@ -328,8 +328,8 @@ def computes_the_same(fused: FusedRMSNorm, norm) -> bool:
     """
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(fused.weight.shape, generator=rng)
-    # Compare the outputs for small, usual and large inputs. eps affects
-    # only the outputs for small inputs.
+    # Compare the outputs for small, usual and large inputs. eps affects only the outputs for small
+    # inputs.
     x = torch.stack([scale * torch.randn(fused.weight.shape, generator=rng)
                      for scale in (fused.eps ** 0.5, 1.0, 100.0)])
     for dtype, x_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
@@ -608,8 +608,8 @@ def write_for_transformers_4(folder: Path) -> None:
     """Adds entries to the files of a saved model, so that transformers 4 can read it.
 
     Many inference servers and converters still use transformers 4. That version expects some
-    entries under other names. For example, if it does not find `rope_theta` at the top level of
-    config.json, it uses a default value without any message.
+    entries under other names. For example, if transformers 4 does not find `rope_theta` at the top
+    level of config.json, it uses a default value without any message.
     """
     config = read_json(folder / "config.json")
     config.pop("auto_map", None)  # auto_map refers to Python files that are not saved

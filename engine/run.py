@@ -212,9 +212,8 @@ class Run:
 
         Args:
             output: The name of the output, which is a file or a folder in the run's folder.
-            phase: A function phase(run, path, *inputs, **parameters). The function writes
-                the output to the temporary path `path`, and returns a dict of numbers for
-                phases.json.
+            phase: A function phase(run, path, *inputs, **parameters). The function writes the
+                output to the temporary path `path`, and returns a dict of numbers for phases.json.
             inputs: The inputs of the phase: paths, or lists or dictionaries of paths.
             parameters: The parameters of the phase: numbers and strings.
 

@@ -26,8 +26,8 @@ class Tracking:
 
     Args:
         accelerator: The Accelerator of the run, which sends metrics to the tracker.
-        folder: The folder of the run. It will contain metrics.jsonl. The subfolder `tracking` is
-            for the files of the tracker.
+        folder: The folder of the run. The file metrics.jsonl is written there. The subfolder
+            `tracking` is for the files of the tracker.
         name: The name of the experiment tracker, such as "tensorboard". With None, metrics are
             written to metrics.jsonl only.
         settings: The settings of the run. The tracker shows them as the configuration of the run.
@@ -112,9 +112,8 @@ def valid_name(name: str) -> str:
     The result has at most 250 characters. Allowed characters are ASCII letters, digits, `_`, `-`,
     `.` and `/`. A part between two slashes must not consist of dots only.
 
-    Percent-encoded characters in `name` are decoded first. They can occur if
-    `name` contains the name of a phase, because agent names from a user's file are percent-encoded
-    in phase names.
+    Percent-encoded characters in `name` are decoded first. They can occur if `name` contains
+    the name of a phase, because agent names from a user's file are percent-encoded in phase names.
     """
     name = quote(unquote(name).replace(">", "_over_")).replace("~", "_").replace("%", "_")
     name = re.sub(r"(?<![^/])(\.*)(?![^/])", r"_\1", name)
