@@ -126,8 +126,8 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
 
     Args:
         error: The error.
-        resumes: True if the run had already started. Then the line also states that the same command
-            resumes the run.
+        resumes: True if the run had already started. Then the line also states that the same
+            command resumes the run.
 
     Returns:
         The line, or None if the error is a bug and needs a traceback.

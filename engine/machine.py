@@ -108,8 +108,8 @@ class Machine:
     def gather(self, items: list) -> list:
         """Concatenates the lists of all ranks, in the order of the ranks.
 
-        Every rank has to call this method. The call returns after all ranks have called it. A rank may
-        wait for hours, because some episodes take longer than others. The timeout is 7 days.
+        Every rank has to call this method. The call returns after all ranks have called it. A rank
+        may wait for hours, because some episodes take longer than others. The timeout is 7 days.
         """
         if self.ranks == 1:
             return items
@@ -176,8 +176,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # Turn off the attention kernels of cuDNN. These kernels need 0.1 s or more to prepare for each
-    # new input shape. Sequence lengths vary, so nearly every forward pass in training and every third decode
-    # step has a new shape.
+    # new input shape. Sequence lengths vary, so nearly every forward pass in training and every
+    # third decode step has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Turn off TF32, which NVIDIA's containers turn on. TF32 is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -133,7 +133,7 @@ def read_tokenizer(folder):
 
 
 def read_encoder(folder) -> Encoder:
-    """Returns the `Encoder` for the model in a folder. The encoder converts messages to token ids."""
+    """Returns the `Encoder` for the model in a folder, which converts messages to token ids."""
     vocabulary_size = read_config(folder).get_text_config().vocab_size
     return Encoder(read_tokenizer(folder), vocabulary_size)
 
