@@ -1,7 +1,7 @@
 """The setting --branch RUN@OUTPUT: start a new run from the outputs of an earlier run.
 
-The new run copies all outputs of RUN that come before OUTPUT. It makes OUTPUT and all later outputs
-itself, with the current settings and code. `Run.open_folder` calls `take` for a new run.
+The new run copies all outputs of RUN that come before OUTPUT. Then the new run computes OUTPUT and
+all later outputs with the current settings and code. `Run.open_folder` calls `take` for a new run.
 """
 
 import os
@@ -26,12 +26,14 @@ def take(run, branch: str, now: dict) -> dict:
         now: The settings of the new run.
 
     Returns:
-        A dict with two entries for config.json. `branch` describes the origin of the copied
-        outputs. `taken` contains their records from the phases.json of the other run.
+        A dict with two entries for config.json. `branch` names the other run and OUTPUT, and lists
+        the settings and the code that differ. `taken` contains the records of the copied outputs,
+        read from the phases.json of the other run.
 
     Raises:
         UsageError: RUN or OUTPUT does not exist, a file that has to be copied does not exist, or
-            the two runs differ in the environment, its options, the model or the view.
+            the two runs have different values of `env`, `model`, `view` or an option of the
+            environment. Options that are marked as Free may differ.
     """
     # 1. Read the records of the other run.
     name, _, output = branch.rpartition("@")
@@ -71,7 +73,7 @@ def take(run, branch: str, now: dict) -> dict:
         copy(source / name, run.folder / name)
         taken[name] = row
 
-    # 4. Print and return the origin of the copied outputs.
+    # 4. Print and return the name of the other run, and the settings and code that differ.
     settings = list(changes.values())
     run.print(f"{counted(len(taken), 'outputs')} copied from {source}, up to {output}; "
               f"other settings: {', '.join(settings) or 'none'}; "
@@ -79,8 +81,8 @@ def take(run, branch: str, now: dict) -> dict:
     if seed:
         run.print(f"the copied outputs were made with another {seed}; `compare` will not pair this "
                   "run with others of its seed")
-    # If the other run was itself started with --branch, record the seed of the original run, since
-    # that run made the earliest outputs.
+    # Record the seed of the run that made the earliest copied outputs. If RUN was itself started
+    # with --branch, the config.json of RUN contains this seed in its entry `branch`.
     first_seed = config.get("branch", {}).get("seed", config["settings"]["seed"])
     branch = dict(run=str(source), output=output, seed=first_seed, settings=settings, code=code)
     return dict(branch=branch, taken=taken)
@@ -89,8 +91,8 @@ def take(run, branch: str, now: dict) -> dict:
 def differing_settings(before: dict, now: dict) -> dict[str, str]:
     """Compares the settings of two runs, and returns a dict of those that differ.
 
-    Maps the name of a setting to a description such as "beta (0.1 -> 0.2)". If a run does not have
-    the setting, its value is shown as "-".
+    The dict maps the name of a setting to a description such as "beta (0.1 -> 0.2)". If a run does
+    not have the setting, the description contains "-" instead of a value.
     """
     changes = {}
     for name in sorted(before.keys() | now.keys()):
@@ -113,12 +115,14 @@ def copy(source: Path, target: Path) -> None:
 def link(source: str, target: str) -> None:
     """Makes a hard link to a weight file, or a copy of any other file.
 
-    Users may edit the other files, and an edit must not change the original run. Nobody edits
-    weight files.
+    Other files are copied, because users may edit them, and an edit must not change the original
+    run. Users do not edit weight files.
     """
     try:
         if not source.endswith((".safetensors", ".pt")):
             raise OSError
         os.link(source, target)
-    except OSError:  # not a weight file, or the target is on another disk
+    except OSError:
+        # Copy the file, because it is not a weight file, or because `target` is on another disk,
+        # where a hard link is not possible.
         shutil.copyfile(source, target)

@@ -59,8 +59,8 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
     """Returns the names of the .py files that differ between two code versions.
 
     Args:
-        first, second: Results of `code_now`. The argument is None for a run that has no record of
-            its code.
+        first, second: Results of `code_now`. An argument is None if the config.json of the run
+            contains no code version.
 
     Returns:
         The sorted file names. If the versions cannot be compared, the list contains a single text
@@ -78,8 +78,9 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # A name may be in only one of the two dicts. If both versions have the same commit, the other
-    # version has the file as it was committed. Otherwise, the other version does not have the file.
+    # Each dict in `files` maps file names to hashes. A file may have an entry in only one of the
+    # two dicts. If both versions have the same commit, the version without the entry has the
+    # committed file. If the commits differ, the version without the entry does not have the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 

@@ -23,14 +23,15 @@ from engine import console
 from environments import environment
 from envs import EnvError
 
-# Errors caused by the user's input or by the machine. They are printed in one line. All other
+# Errors caused by the user's input or by the machine. Each is printed in one line. All other
 # errors are bugs and are printed with a traceback.
 EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
-# Error messages about a full disk. They are matched by text, because some libraries raise a plain
+# Error messages about a full disk. The text is matched, because some libraries raise a plain
 # Exception if the disk is full.
 FULL = re.compile("No space left on device|Disk quota exceeded")
-# Error messages of gloo and NCCL if another process of a distributed run has died.
+# Parts of the error messages that gloo and NCCL raise if another process of a distributed run has
+# died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
 
@@ -69,14 +70,16 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         # 2. Run the method.
         method = methods[settings.method]
         run = run_class(settings, options, method.beside, method.group(settings))
-        # Exclude all imported objects from garbage collection. Visiting them takes 0.2 s each time.
+        # Exclude all imported objects from garbage collection, because each collection would spend
+        # 0.2 s on visiting them.
         gc.freeze()
         method.loop(run)
         run.close()
 
         # 3. Print the results.
         page = finish(run) if finish and run.main else ""
-        # Experiment trackers such as wandb may print a summary here, so print the result after it.
+        # `end_training` closes the experiment tracker. Some trackers, such as wandb, then print a
+        # summary, so the results of the run are printed after this call.
         run.machine.accelerator.end_training()
         run.print("\n".join(closing_lines(run, page)))
     except Exception as error:
@@ -85,8 +88,8 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         line = one_line(error, resumes=run is not None)
         if line is None:
             raise
-        # If all ranks fail with the same error, only rank 0 should print it. The other ranks wait
-        # for 5 s, because the launcher usually ends them as soon as rank 0 has exited.
+        # If all ranks fail with the same error, only rank 0 should print the error. The other ranks
+        # wait for 5 s. Usually, the launcher ends them in this time, because rank 0 has exited.
         if rank() > 0:
             time.sleep(5)
         end(line, 2)
@@ -111,7 +114,7 @@ def closing_lines(run, page: str) -> list[str]:
 
 
 def is_unread() -> bool:
-    """Returns True if stdout or stderr is a pipe and its reader has exited, as in `... | head`."""
+    """Returns True if stdout or stderr is a pipe whose reader, such as `head`, has exited."""
     pipes = select.poll()
     pipes.register(1, 0)
     pipes.register(2, 0)
@@ -123,8 +126,8 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
 
     Args:
         error: The error.
-        resumes: True if the run had already started. Such a run can be resumed with the same
-            command, and the message mentions it.
+        resumes: True if the run had already started. Then the line also states that the same
+            command resumes the run.
 
     Returns:
         The line, or None if the error is a bug and needs a traceback.
@@ -133,8 +136,9 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         if not resumes:
             return "out of memory; lower --tokens-per-forward, --slots or --max-tokens"
-        # A lower --tokens-per-forward alone may not be enough. It limits the size of micro-batches,
-        # but all trajectories of a task have to be in the same micro-batch.
+        # The message suggests several settings, because a lower --tokens-per-forward may not free
+        # enough memory. This setting limits the size of micro-batches, but all trajectories of a
+        # task have to be in the same micro-batch.
         return ("out of memory; add --gradient-checkpointing on, or lower --tokens-per-forward or "
                 "--slots, and rerun the same command to resume; or lower --max-tokens and give "
                 "another --out")
@@ -167,10 +171,11 @@ def stop(number: int, _) -> None:
 def end(line: str, status: int) -> None:
     """Prints a line to stderr and ends this process immediately.
 
-    It does not run cleanup handlers or wait for threads, because an environment may hang.
+    The process runs no cleanup handlers and does not wait for its threads, because an environment
+    that hangs could block the exit.
     """
     with suppress(Exception):
-        sys.stdout.flush()  # so that earlier output appears before the line
+        sys.stdout.flush()  # earlier output has to appear before `line`
     with suppress(OSError):
         os.write(2, f"\r{line}\n".encode(errors="replace"))
     os._exit(status)

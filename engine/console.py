@@ -2,12 +2,13 @@
 
 from collections import defaultdict
 
-# Names of metrics in a phase's record -> their labels in the console output. These metrics are
-# fractions of all episodes or replies, and are printed as percentages.
+# Maps the names of metrics in a phase's record to their labels in the console output. These metrics
+# are fractions of all episodes or replies, and are printed as percentages.
 SHARES = {"success": "success", "hard_negative": "hard negatives",
           "other_failure": "other failures", "idle": "idle replies", "turn_limit": "turn limit"}
-# Entries of a phase's record that are not printed as results. For example, other failures are left
-# out because they are all episodes that are neither successes nor hard negatives.
+# Entries of a phase's record that are not printed as results. For example, the share of
+# other failures is left out, because it follows from the printed shares: successes, hard negatives
+# and other failures add up to 100 %.
 RECORDS = {"i", "seconds", "edited", "other_failure"}
 
 
@@ -39,8 +40,8 @@ def phrase(name: str, value, row: dict) -> str:
         value: The value of the result. It is a number, or a dict of counts by kind. For example,
             {"expert>target": 6, "target>target": 3} with the name "pairs" is printed as
             "9 pairs (6 expert>target, 3 target>target)".
-        row: The phase's record in phases.json. It may also contain the first value of the result,
-            such as "first_loss". Then both values are printed, as in "loss 0.693 -> 0.512".
+        row: The phase's record in phases.json. If it also contains the first value of the result,
+            such as "first_loss", both values are printed. An example is "loss 0.693 -> 0.512".
     """
     if isinstance(value, dict):
         counts = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
@@ -81,7 +82,7 @@ def headline(s: dict) -> str:
 def closing(done: dict[str, dict]) -> list[str]:
     """Returns the final evaluation results of a run, one line per agent.
 
-    Each line compares the agent's first evaluation, before preference training, with the last one.
+    Each line compares the agent's first evaluation, before preference training, with its last.
     For example: "target, test: reward 0.762 -> 0.791, success 32% -> 45%; unseen: reward ...".
 
     Args:
@@ -101,17 +102,16 @@ def closing(done: dict[str, dict]) -> list[str]:
 
 
 def first_and_last(rows: list) -> list:
-    """Returns a list of the first and the last row. If there is only one row, the list has only it.
-    """
+    """Returns the first and the last row. If there is only one row, returns a list of this row."""
     return rows if len(rows) == 1 else [rows[0], rows[-1]]
 
 
 def visible(text: str) -> str:
     """Escapes control characters and other unprintable characters in a text.
 
-    Printed to a terminal, such characters could move the cursor or change colors. They are replaced
-    with their code points in hexadecimal, for example "<1B>" for the escape character. Line breaks
-    are kept, and tabs are replaced with spaces.
+    In a terminal, such characters could move the cursor or change colors. Each of them is replaced
+    with its code point in hexadecimal, for example "<1B>" for the escape character. Line breaks are
+    not changed, and tabs are replaced with spaces.
     """
     escaped = ""
     for c in text.replace("\r\n", "\n"):

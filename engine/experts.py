@@ -97,8 +97,8 @@ def check_not_trained_on(run) -> None:
 def trained_on(model: Path, env: str) -> set[str]:
     """Returns the ids of the tasks that a model was trained on.
 
-    They are read from the files of the run that trained the model. If the model is not inside the
-    folder of a run, the result is an empty set.
+    The ids are read from the files of the run that trained the model. If the model is not inside
+    the folder of a run, the result is an empty set.
 
     Args:
         model: The folder of the model.

@@ -108,8 +108,8 @@ class Machine:
     def gather(self, items: list) -> list:
         """Concatenates the lists of all ranks, in the order of the ranks.
 
-        Every rank has to call this method. It returns after the last rank has called it. A rank may
-        wait for hours, because some episodes take longer than others. The timeout is 7 days.
+        Every rank has to call this method. The call returns after all ranks have called it. A rank
+        may wait for hours, because some episodes take longer than others. The timeout is 7 days.
         """
         if self.ranks == 1:
             return items
@@ -125,7 +125,7 @@ class Machine:
 def rendezvous():
     """Handles signals and errors while the ranks connect to each other.
 
-    torch may wait up to 30 minutes for all ranks. It waits in C++ code, where Python's signal
+    torch may wait up to 30 minutes for all ranks. This wait is in C++ code, where Python's signal
     handlers do not run. Therefore SIGINT and SIGTERM get their default handlers, which end the
     process at once. If the ranks have not connected after 3 seconds, the process prints the address
     that it is waiting for.
@@ -175,11 +175,11 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
     # Expandable segments reduce memory fragmentation in the CUDA allocator.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # Turn off the attention kernels of cuDNN. They need 0.1 s or more to prepare for each new input
-    # shape. Sequence lengths vary, so nearly every forward pass in training and every third decode
-    # step has a new shape.
+    # Turn off the attention kernels of cuDNN. These kernels need 0.1 s or more to prepare for each
+    # new input shape. Sequence lengths vary, so nearly every forward pass in training and every
+    # third decode step has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Turn off TF32, which NVIDIA's containers turn on. It is less precise than fp32.
+    # Turn off TF32, which NVIDIA's containers turn on. TF32 is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False
     # Ignore plugins that the user's accelerate config (default_config.yaml) turns on.
     for plugin in "DEEPSPEED", "FSDP", "MEGATRON_LM":
@@ -193,8 +193,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 # These estimates are sums of tensor sizes. docs/large_models.md compares the estimates with the
 # peak memory that was measured on an H100.
 
-# Models with fewer parameters than this count as small. Larger models are slow on a CPU even with a
-# small batch. The number is our choice.
+# A model with fewer parameters than SMALL counts as small. Larger models are slow on a CPU, even
+# with a small batch. The number is our choice.
 SMALL = 10_000_000
 # The fraction of GPU memory that tensors can use. The rest is needed for the CUDA context, NCCL
 # buffers and fragmentation.
@@ -261,8 +261,8 @@ def training_bytes(
     size = ModelSizes(config)
     states = (20 if keeps_reference else 16) * parameters / ranks
     stream = 2  # bytes per number in the residual stream
-    # Without FSDP2, the model runs under autocast. It caches a bf16 copy of the weights, and the
-    # residual stream is in fp32.
+    # Without FSDP2, the model runs under autocast. Autocast caches a bf16 copy of the weights, with
+    # 2 bytes per parameter. The residual stream is in fp32, with 4 bytes per number.
     if ranks == 1:
         states += 2 * parameters
         stream = 4
@@ -282,7 +282,7 @@ def check_memory(
 ) -> str | None:
     """Checks that a model can be trained on GPUs of this size, and that an inference copy fits.
 
-    The memory is computed with gradient checkpointing, which needs the least memory.
+    The estimate assumes gradient checkpointing, because training then needs the least memory.
 
     Args:
         config, parameters, ranks, tokens, keeps_reference: The arguments of `training_bytes`.
@@ -328,7 +328,7 @@ def slots_that_fit(
         tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
             takes as much memory as the longest episode in the batch.
         bf16: Whether the model runs in bf16. If False, it runs in fp32.
-        prefill_tokens: The maximum total number of tokens in a prefill pass, summed over episodes.
+        prefill_tokens: The maximum number of tokens in a prefill pass, summed over its episodes.
     """
     size = ModelSizes(config)
     number = 2 if bf16 else 4  # bytes per number
@@ -353,8 +353,10 @@ def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
         free: The free memory on the GPU in bytes.
         tokens: The length of the longest test sequence.
     """
-    # CUDA has no fused attention kernel in fp32, so the attention scores are stored. There are
-    # three sequences in a batch, and three copies of the scores of each head.
+    # The estimate assumes that the attention scores are stored. In fp32 on CUDA, grouped-query
+    # attention without a mask has no fused kernel: FlashAttention does not support fp32, and the
+    # memory-efficient kernel of torch does not support grouped-query attention. The factors are 3
+    # sequences in a batch, 3 tensors of scores per head, and 4 bytes per score.
     scores = 3 * 3 * ModelSizes(config).heads * tokens ** 2 * 4
     return 4 * parameters + scores < FREE * free
 

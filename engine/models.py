@@ -102,7 +102,8 @@ def file_of(folder, name: str) -> str | None:
 def commit_of(name: str) -> str | None:
     """Returns the commit hash of a model on the Hub, or None if `name` is a local folder.
 
-    The result is cached, so this process uses the same commit even if the model is updated.
+    The result is cached, so this process uses the same commit even if the model on the Hub is
+    updated.
     """
     if Path(name).is_dir():
         return None
@@ -132,7 +133,7 @@ def read_tokenizer(folder):
 
 
 def read_encoder(folder) -> Encoder:
-    """Returns the `Encoder` for the model in a folder. It converts messages to token ids."""
+    """Returns the `Encoder` for the model in a folder, which converts messages to token ids."""
     vocabulary_size = read_config(folder).get_text_config().vocab_size
     return Encoder(read_tokenizer(folder), vocabulary_size)
 
@@ -142,9 +143,10 @@ def is_causal_lm(config) -> bool:
 
 
 def read_full_config(folder):
-    """Reads the config in a folder, and resets its generation options and optional outputs.
+    """Returns the config in a folder, without generation options and optional outputs.
 
-    For a multimodal model, the result includes the configs of its image and audio encoders.
+    Examples of these are `temperature` and `output_attentions`, see `reset_options`. For a
+    multimodal model, the result includes the configs of its image and audio encoders.
     """
     config = read(transformers.AutoConfig, folder)
     reset_options(config)
@@ -152,10 +154,10 @@ def read_full_config(folder):
 
 
 def reset_options(config) -> None:
-    """Resets generation options and optional outputs in a config and in its nested configs.
+    """Removes generation options from a config and its nested configs, and turns off extra outputs.
 
-    Examples are `temperature` and `output_attentions`. With such options in its config,
-    transformers refuses to save the model after training.
+    For example, `temperature` is removed, and `output_attentions` is set to False. If the config
+    contained such options, transformers would refuse to save the model after training.
     """
     config.return_dict = True
     for name in config._get_generation_parameters():
@@ -175,8 +177,9 @@ def read_config(folder):
     """
     check_folder(Path(folder))
     config = read_full_config(folder)
-    # For a multimodal model, get_text_config returns a config of another type. For some text-only
-    # models, such as BART, it returns a modified copy of the same type, which is not used here.
+    # For a multimodal model, get_text_config returns the config of its language model, which has
+    # another type. For some text-only models, such as BART, get_text_config returns a modified copy
+    # of the same type. This function ignores such a copy, and returns the unmodified config.
     text = config.get_text_config(decoder=True)
     if type(text) is not type(config) and is_causal_lm(text):
         text.tie_word_embeddings |= config.tie_word_embeddings
@@ -212,10 +215,10 @@ def positions_of(config) -> float:
 
 
 def read_model(folder, dtype=torch.float32, device="cpu"):
-    """Reads the causal LM in a folder, with its weights. On a GPU, its norms are fused.
+    """Returns the causal LM in a folder, with its weights. On a GPU, its RMSNorms are fused.
 
-    transformers initialises missing weights at random and ignores unknown weights. Both are errors
-    here.
+    transformers initialises missing weights at random and ignores unknown weights. This function
+    raises UsageError in both cases.
 
     Raises:
         UsageError: The folder has no causal LM, or the checkpoint lacks weights of the model, or it
@@ -325,7 +328,8 @@ def computes_the_same(fused: FusedRMSNorm, norm) -> bool:
     """
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(fused.weight.shape, generator=rng)
-    # Compare the outputs for small, usual and large inputs. eps affects only those of small inputs.
+    # Compare the outputs for small, usual and large inputs. eps affects only the outputs for small
+    # inputs.
     x = torch.stack([scale * torch.randn(fused.weight.shape, generator=rng)
                      for scale in (fused.eps ** 0.5, 1.0, 100.0)])
     for dtype, x_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
@@ -368,9 +372,9 @@ def parameter_count(config) -> int:
 
 
 def layers(model) -> torch.nn.ModuleList:
-    """Returns the transformer layers of a model.
+    """Returns the ModuleList that contains the transformer layers of a model.
 
-    A model may have several ModuleLists. The layers are the one with the most parameters.
+    If the model has several ModuleLists, this is the one with the most parameters.
     """
     largest = None
     most = -1
@@ -400,9 +404,9 @@ def unshared_layers(model) -> list[torch.nn.Module]:
 def compiles(accelerator, model) -> bool:
     """Returns True if the layers of a model are compiled for training.
 
-    This needs a GPU, bf16, and at least COMPILED parameters. In fp32, layers are not compiled,
-    because the model itself is then used for inference (see `make_inference_copy`), and every new
-    length of the KV cache would recompile the layers.
+    Compilation needs a GPU, bf16, and at least COMPILED parameters. In an fp32 run, layers are not
+    compiled. Such a run also uses the model in training for inference (see `make_inference_copy`),
+    and torch would recompile the layers for every new length of the KV cache.
     """
     return (accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
             and model.num_parameters() >= COMPILED and has_compiler(accelerator.device))
@@ -410,7 +414,7 @@ def compiles(accelerator, model) -> bool:
 
 @cache
 def has_compiler(device) -> bool:
-    """Returns True if torch.compile works on this machine. If it fails, the reason is printed.
+    """Returns True if torch.compile works on this machine. Otherwise, prints the reason.
 
     torch.compile needs triton, a C compiler and the C headers of Python.
     """
@@ -430,8 +434,9 @@ def compile_layers(model) -> None:
     off, set the environment variable TORCH_COMPILE_DISABLE=1.
     """
     torch._dynamo.config.suppress_errors = True
-    # A layer class is compiled several times: with and without gradients, with and without an
-    # attention mask, and for batch size 1 and larger batches. The limit has to allow all of these.
+    # torch compiles several versions of a layer class: with and without gradients, with and without
+    # an attention mask, and for batch size 1 and larger batches. recompile_limit is the maximum
+    # number of versions, so it has to allow all of these combinations.
     torch._dynamo.config.recompile_limit = 64
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -479,7 +484,8 @@ def load(accelerator, folder, recompute: bool, shard: bool):
 def load_sharded(accelerator, folder, recompute: bool):
     """Loads a model that is sharded over the ranks with FSDP2, and returns it ready for training.
 
-    Only the main rank reads the weights. It broadcasts them, and every rank keeps its shards.
+    Only the main rank reads the weights. The main rank broadcasts them, and every rank stores only
+    its shards.
     """
     # 1. Build the model without weights (on the meta device) on all ranks.
     collect()
@@ -562,14 +568,15 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
 def check_can_be_saved(model, encoder: Encoder) -> None:
     """Raises UsageError if transformers cannot save this model.
 
-    A new run checks this at its start, so that it does not fail after hours of training.
+    A new run calls this function at its start. Otherwise, the run could fail after hours of
+    training, when it saves its first agent.
     """
     with TemporaryDirectory() as folder:
         try:
             write(model, encoder, folder, {})
         except OSError:  # a problem with the disk, not with the model
             raise
-        except Exception as error:  # transformers raises various classes here
+        except Exception as error:  # transformers raises exceptions of various classes
             raise UsageError(f"--model {model.name_or_path}: an agent trained from it could not be "
                              f"saved: {first_line(error)}; correct its config.json") from None
 
@@ -601,13 +608,14 @@ def write_for_transformers_4(folder: Path) -> None:
     """Adds entries to the files of a saved model, so that transformers 4 can read it.
 
     Many inference servers and converters still use transformers 4. That version expects some
-    entries under other names. For example, if it does not find `rope_theta` at the top level of
-    config.json, it uses a default value without any message.
+    entries under other names. For example, if transformers 4 does not find `rope_theta` at the top
+    level of config.json, it uses a default value without any message.
     """
     config = read_json(folder / "config.json")
     config.pop("auto_map", None)  # auto_map refers to Python files that are not saved
     rope = config.get("rope_parameters") or {}
-    if config["model_type"].startswith("gemma3"):  # its two attention types have different thetas
+    if config["model_type"].startswith("gemma3"):
+        # The two attention types of Gemma 3 have different RoPE thetas.
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     if "rope_theta" in rope:

@@ -101,8 +101,8 @@ def have_type(values: list, kind: type) -> bool:
 def check_ids(file: Path, vocabulary: int) -> None:
     """Raises UsageError if a trajectory in a file has a token id outside of the vocabulary.
 
-    If the file is not in JSON lines format, it is skipped here. The phase that reads the file
-    raises the error.
+    If the file is not in JSON lines format, this function skips the file. The phase that reads the
+    file then raises a UsageError.
 
     Args:
         file: The file to check.
@@ -148,7 +148,7 @@ def check_names(run, trajectories: list[Trajectory]) -> None:
         run: The run. The names of the new trajectories are added to its `ids_by_name`.
         trajectories: The trajectories that the current phase is going to write.
     """
-    # The names in outputs of an earlier process are not in memory yet.
+    # Read the names in outputs of an earlier process, because they are not in memory yet.
     for output in run.done.keys() - run.ids_by_name.keys():
         run.ids_by_name[output] = read_ids_by_name(run.folder / output)
     seen = {}  # name -> (ids, output)
@@ -164,9 +164,9 @@ def check_names(run, trajectories: list[Trajectory]) -> None:
 
 
 def read_ids_by_name(path: Path) -> dict[tuple, list]:
-    """Reads the trajectories in the output of a finished phase.
+    """Reads the names and the token ids of the trajectories in the output of a finished phase.
 
-    Returns a dict {name of a trajectory: its token ids}. The dict is empty if the output contains
+    Returns a dict {trajectory name: token ids}. The dict is empty if the output contains
     no trajectories.
     """
     # The output of GRPO is an agent's folder, which contains its trajectories in episodes.jsonl.
@@ -210,7 +210,7 @@ def named(pair: Pair) -> dict:
 
 
 def read_pairs(file: Path, trajectories: list[Path]) -> list[Pair]:
-    """Reads the pairs in a file.
+    """Reads the pairs in a file, and returns them in the order of the file.
 
     Args:
         file: The pairs file.

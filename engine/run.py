@@ -2,8 +2,8 @@
 
 The training loops and the phases in `coevolve.py` receive a `Run` object. Its main methods:
 
-- `once` runs a phase, or reuses the phase's output if it already exists. This is also how an
-  interrupted run resumes.
+- `once` runs a phase, or reuses the phase's output if it already exists. An interrupted run resumes
+  with the same calls of `once`.
 - `load`, `log_probs` and `fit` train a model.
 - `play` runs episodes with a model.
 """
@@ -52,8 +52,8 @@ ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 class Run:
     """The folder, the machine and the models of a run.
 
-    To resume an interrupted run, create a `Run` with the same settings. It reuses the outputs of
-    all finished phases, and restarts the phase that was interrupted.
+    To resume an interrupted run, create a `Run` with the same settings. The new object reuses
+    the outputs of all finished phases, and restarts the phase that was interrupted.
     """
 
     def __init__(
@@ -81,9 +81,10 @@ class Run:
         self.name = ""
         # Maps each output that this process has made or reused to its record in phases.json.
         self.done = {}
-        # Maps each output to {name of a trajectory: its token ids}, see `engine.records`.
+        # Maps each output to a dict {trajectory name: token ids}, see `engine.records`.
         self.ids_by_name = {}
-        # Records that an earlier process wrote, for outputs that this process has not reached yet.
+        # Maps outputs of an earlier process to their records in phases.json. A call of `once`
+        # removes the record of its output from this dict.
         self.recorded = {}
         self.machine = Machine(s)
         self.main = self.machine.main
@@ -125,7 +126,7 @@ class Run:
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
-        # Only the main rank writes the code version to config.json.
+        # Only the main rank needs the code version, because only this rank writes config.json.
         self.code = code_now() if self.main else None
 
         # 1. Create the folder of a new run, and select its backends. A resumed run uses the
@@ -153,8 +154,8 @@ class Run:
                              "run; give another folder, or use that version")
         check_same(before["settings"], now, type(s))
         self.backends = before["backends"]
-        # Prefix sharing is used on a CPU only. It saves matmuls, which take most of the time on a
-        # CPU. On a GPU, most of the time is spent on launching kernels.
+        # Prefix sharing is used on a CPU only, because it saves matmuls. Matmuls take most of the
+        # time on a CPU. On a GPU, most of the time is spent on launching kernels.
         single_cpu = self.machine.ranks == 1 and self.machine.device.type == "cpu"
         self.shares_prefixes = single_cpu and "prefix_sharing" in self.backends["passes"]
         if self.backends != ALL_BACKENDS:
@@ -185,7 +186,7 @@ class Run:
     def run_backends(self) -> dict:
         """Returns the backends that give correct results for all initial models of the run.
 
-        The result is a dict with the same entries as that of `engine.self_check.select_backends`.
+        The result has the same entries as the dict from `engine.self_check.select_backends`.
         """
         selected = []
         for flag, model in self.given_models().items():
@@ -202,17 +203,17 @@ class Run:
     def once(self, output: str, phase: Callable, *inputs, **parameters) -> Path:
         """Runs a phase, or reuses its output if the output exists and has the same cache key.
 
-        The cache key is a hash of the phase's name, its parameters, its inputs and the tokenizer.
+        The cache key is a hash of the name, parameters and inputs of the phase, and the tokenizer.
         A file among the inputs is represented by its bytes. An agent of this run is represented by
         the cache key of the phase that trained it. The code of the phase is not part of the key.
 
-        If a user has edited an output after its phase, the edited output is reused, and its record
-        in phases.json is marked with `edited`.
+        If a user has edited an output after the phase wrote it, the edited output is reused. Its
+        record in phases.json then has the entry `edited`.
 
         Args:
             output: The name of the output, which is a file or a folder in the run's folder.
-            phase: A function phase(run, path, *inputs, **parameters). It writes the output to
-                `path`, which is a temporary path, and returns a dict of numbers for phases.json.
+            phase: A function phase(run, path, *inputs, **parameters). The function writes the
+                output to the temporary path `path`, and returns a dict of numbers for phases.json.
             inputs: The inputs of the phase: paths, or lists or dictionaries of paths.
             parameters: The parameters of the phase: numbers and strings.
 
@@ -239,7 +240,7 @@ class Run:
         agents = {self.folder / name: row["cache_key"] for name, row in self.done.items()}
         with prefix_errors(label):
             values = plain(parameters)
-            # A model on the Hub can change, so its key is the commit.
+            # A model on the Hub can be updated, so the cache key contains its commit hash.
             if commit := models.commit_of(str(self.base)):
                 agents[self.base] = commit
             inputs_key = input_key(inputs, agents)
@@ -287,7 +288,7 @@ class Run:
         """Creates the parent folder of an output, and removes files of an interrupted phase."""
         self.machine.wait()
         if self.main:
-            # result.json exists only in a finished run, and this run continues.
+            # Remove result.json, because it must exist only in a finished run.
             files.remove(self.folder / "result.json")
             path.parent.mkdir(exist_ok=True)
             files.remove(temporary)
@@ -304,7 +305,7 @@ class Run:
             files.remove(path)
             os.replace(temporary, path)
             if path.is_file():
-                row["hash"] = file_hash(path)  # `is_edited` uses it to detect edits by a user
+                row["hash"] = file_hash(path)  # for `is_edited`, which detects edits by a user
             write_json(self.folder / "phases.json", self.done | self.recorded)
         self.print(sentence(self.name, row))
         self.tracking.log("phase", self.name, row)
@@ -313,8 +314,8 @@ class Run:
     def close(self) -> None:
         """Marks the run as finished, and unlocks its folder.
 
-        phases.json keeps only the records of outputs that this process has made or reused. Any
-        other record comes from an earlier version of the training loop.
+        Records of outputs that this process has neither made nor reused are removed from
+        phases.json, because they come from an earlier version of the training loop.
         """
         if self.main:
             write_json(self.folder / "phases.json", self.done)
@@ -327,7 +328,7 @@ class Run:
             tqdm.write(visible(text))
 
     def bar(self, total: int | None, items: Iterable | None = None):
-        """Returns a progress bar for the current phase. It is visible only in a terminal.
+        """Returns a progress bar for the current phase. The bar is visible only in a terminal.
 
         Args:
             total: The number of steps, or None if the number is unknown.
@@ -358,8 +359,8 @@ class Run:
     ) -> torch.Tensor:
         """Returns log pi of all action tokens of the trajectories, (A,), in nats.
 
-        Except for rounding, the result is the same as that of `dpo.token_log_probs`. It is computed
-        faster: in parallel on all ranks, or with prefix sharing on a CPU.
+        Except for rounding, the result is the same as that of `dpo.token_log_probs`. This method is
+        faster, because it runs in parallel on all ranks, or with prefix sharing on a CPU.
 
         Args:
             model: The model that defines the policy pi.
@@ -378,15 +379,17 @@ class Run:
     def shared_tokens(self) -> int:
         """Maximum number of tokens in a forward pass with prefix sharing.
 
-        It is 4 times `tokens_per_forward`. The maximum counts a shared prefix once per trajectory,
-        but the prefix is computed only once. About a quarter of the counted tokens are computed.
+        This maximum is 4 times `tokens_per_forward`, because the model computes only about a
+        quarter of the counted tokens. A shared prefix is counted once per trajectory, but the model
+        computes the prefix only once.
         """
         return 4 * self.machine.tokens_per_forward
 
     def fits(self, trajectories: list[Trajectory]) -> bool:
         """Returns True if one forward pass on each rank is enough for all these trajectories.
 
-        `dpo.train` uses this to split a batch into micro-batches whose activations fit in memory.
+        `dpo.train` calls this method to split a batch into micro-batches whose activations fit in
+        memory.
         """
         if self.shares_prefixes:
             return dpo.fits_in_pass(trajectories, self.shared_tokens)
@@ -418,7 +421,8 @@ class Run:
             its terms in the first step (for example `first_loss`) and in the last step (`loss`).
         """
         s = self.settings
-        # The check may fail if, for example, a user has edited a trajectory file.
+        # `check_trainable` may raise an error, for example if a user has edited a trajectory file.
+        # The error message then starts with the name of the output.
         with prefix_errors(self.name):
             dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)
@@ -436,7 +440,9 @@ class Run:
         if margins:
             write(self, out / "margins.jsonl", margins)
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
-        losses = {}  # the loss and its terms in the first step, `first_...`, and in the last step
+        # The loss and its terms. The names of the values in the first step start with "first_". The
+        # names of the values in the last step have no prefix.
+        losses = {}
         for name in lines[0]:
             if name not in ("step", "lr", "norm", "kinds"):
                 losses |= {f"first_{name}": lines[0][name], name: lines[-1][name]}
@@ -516,8 +522,9 @@ class Run:
     def make_generator(self, model, temperature: float, slots: int) -> Callable:
         """Returns a function that generates the next reply in each of several episodes.
 
-        Its argument is a list of pairs (trajectory, its RNG). It returns a list of pairs (ids,
-        log_probs), one per reply. See `engine.self_check.make_generator`.
+        The argument of this function is a list of pairs (trajectory, RNG of the trajectory). The
+        function returns a list of pairs (ids, log_probs), one per reply. See
+        `engine.self_check.make_generator`.
         """
         s = self.settings
         token_sampler = TokenSampler(self.encoder.sampler(temperature), self.encoder,
@@ -528,7 +535,7 @@ class Run:
 
 
 def check_edits(run: Run, inputs) -> None:
-    """Raises UsageError if a user has edited an input so that a token id is not in the vocabulary.
+    """Raises UsageError if an input that a user has edited has a token id outside the vocabulary.
 
     Inputs that were not edited are not checked.
     """
@@ -575,14 +582,15 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UsageError if a folder contains other files than those of a run.
+    """Raises UsageError if `folder` is a file, or contains files that do not belong to a run.
 
-    Without this check, the run could overwrite these files.
+    Without this check, a new run could overwrite these files.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder}: it is a file; give a folder")
     names = {path.name for path in folder.glob("*")}
-    # If a run is interrupted right after its start, its folder has a lock but no config.json.
+    # If a run is interrupted right after its start, its folder contains the file `lock` but
+    # no config.json.
     interrupted = "lock" in names and "phases.json" not in names
     if names and "config.json" not in names and not interrupted:
         raise UsageError(f"--out {folder}: it contains {min(names)}, but no config.json of a run; "
@@ -628,8 +636,9 @@ def model_backends(run: Run, model: Path) -> dict:
 def agent_errors(run: Run, agent):
     """Adds a remedy to the UsageError that is raised when a model cannot be read.
 
-    The remedy is to delete the folder and rerun the command. It is added only if this run trained
-    the model, because only then can the run make it again. Other errors are raised unchanged.
+    The remedy is to delete the folder and rerun the command. The remedy is added only if this run
+    trained the model, because the run cannot train other models again. Other errors are raised
+    unchanged.
     """
     try:
         yield
@@ -643,7 +652,7 @@ def agent_errors(run: Run, agent):
 
 @contextmanager
 def prefix_errors(label: str):
-    """Turns a TypeError or ValueError into a UsageError. Its message begins with `label`."""
+    """Turns a TypeError or ValueError into a UsageError whose message begins with `label`."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -14,8 +14,8 @@ from accelerate.tracking import filter_trackers
 from common.files import whole_lines
 from common.settings import UsageError
 
-# Names of training metrics in an experiment tracker. They are the same as in TRL. A metric that is
-# not listed here has the same name in the tracker and in metrics.jsonl.
+# Maps the names of training metrics to their names in an experiment tracker, which are TRL's names.
+# A metric that is not listed here has the same name in the tracker and in metrics.jsonl.
 TRL_NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
          "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
          "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
@@ -26,8 +26,8 @@ class Tracking:
 
     Args:
         accelerator: The Accelerator of the run, which sends metrics to the tracker.
-        folder: The folder of the run. It will contain metrics.jsonl. The subfolder `tracking` is
-            for the files of the tracker.
+        folder: The folder of the run. The file metrics.jsonl is written there. The subfolder
+            `tracking` is for the files of the tracker.
         name: The name of the experiment tracker, such as "tensorboard". With None, metrics are
             written to metrics.jsonl only.
         settings: The settings of the run. The tracker shows them as the configuration of the run.
@@ -63,8 +63,8 @@ class Tracking:
     def log(self, event: str, phase: str, numbers: dict) -> None:
         """Appends a line to metrics.jsonl, and sends its metrics to the tracker.
 
-        Only the main rank does this. In the tracker, the name of a metric starts with the name of
-        the phase. The metrics of an evaluation are sent a second time, under a name that starts
+        Only the main rank logs metrics. In the tracker, the name of a metric starts with the name
+        of the phase. The metrics of an evaluation are sent a second time, under a name that starts
         with evaluate/AGENT/SPLIT. This name does not contain the phase, so that the tracker draws
         one curve over all iterations.
 
@@ -112,8 +112,8 @@ def valid_name(name: str) -> str:
     The result has at most 250 characters. Allowed characters are ASCII letters, digits, `_`, `-`,
     `.` and `/`. A part between two slashes must not consist of dots only.
 
-    Percent-encoded characters in `name` are decoded first. For example, the name of an agent from a
-    user's file is percent-encoded in the name of a phase.
+    Percent-encoded characters in `name` are decoded first. They can occur if `name` contains
+    the name of a phase, because agent names from a user's file are percent-encoded in phase names.
     """
     name = quote(unquote(name).replace(">", "_over_")).replace("~", "_").replace("%", "_")
     name = re.sub(r"(?<![^/])(\.*)(?![^/])", r"_\1", name)
