@@ -1,7 +1,7 @@
 """Forward passes on padded batches of trajectories, distributed over all ranks.
 
-`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. The way in
-which trajectories are grouped into batches only affects the running time, and the results by
+`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. Grouping
+the trajectories into other batches changes the running time. It changes the results only by
 rounding errors.
 """
 
@@ -18,7 +18,7 @@ from dpo import Trajectory, in_fp32, token_log_probs
 # our choice.
 CANDIDATES = 64
 # The minimum number of tokens in the time estimate of a forward pass. Forward passes with fewer
-# tokens take about as long as one with 1,024 tokens. The value is our choice.
+# tokens take about as long as a forward pass with 1,024 tokens. The value is our choice.
 MIN_COST = 1024
 Pass = list[int]  # the indices of the trajectories in a forward pass, the longest one first
 
@@ -58,8 +58,8 @@ def distributed_log_probs(
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for passes in schedule_rounds(lengths, tokens, ranks):
             # In FSDP, each rank holds a shard of every weight, so all ranks have to take part in
-            # every forward pass. A rank without work runs one sequence again and multiplies the
-            # result by 0.
+            # every forward pass. A rank without work runs a sequence of another rank again and
+            # multiplies the result by 0.
             has_work = rank < len(passes)
             indices = passes[rank] if has_work else passes[-1][-1:]
             batch = [trajectories[index] for index in indices]
@@ -78,7 +78,7 @@ def distributed_log_probs(
     # `dpo.average_gradients` compute the mean over ranks. Multiplying each rank's gradient by the
     # number of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
-    gradient = ranks * (own - own.detach())  # the value is 0, only the gradient is needed
+    gradient = ranks * (own - own.detach())  # its value is 0, so it only adds a gradient
     return value + gradient
 
 
@@ -88,7 +88,8 @@ def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bo
     `dpo.micro_batches` uses this function to limit the size of a micro-batch. All activations of a
     micro-batch have to stay in memory until the backward pass, and there is enough memory for one
     forward pass of `tokens` tokens on each rank. `schedule_rounds` may still split a micro-batch
-    into several smaller forward passes. Together they never need more memory on a rank.
+    into several smaller forward passes. On each rank, all of them together need no more
+    memory than one forward pass of `tokens` tokens.
 
     Args:
         trajectories: The trajectories.
@@ -150,8 +151,8 @@ def batch_by_length(lengths: list[int], limit: float) -> list[Pass]:
             is longer than the limit gets a forward pass of its own.
 
     Returns:
-        A list of forward passes. Each is a list of indices into `lengths`. They are sorted by
-        length, starting with the longest trajectory.
+        A list of forward passes. Each forward pass is a list of indices into `lengths`, sorted from
+        the longest to the shortest trajectory.
     """
     passes = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

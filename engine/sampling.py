@@ -2,8 +2,8 @@
 
 `Sampler` defines the distribution that tokens are sampled from. `TokenSampler` samples one token
 for each reply of a batch. `generate_replies` generates whole replies with the `generate` method of
-transformers. It works for all models, while `engine.kv_cache` is faster, but does not support all
-models. Both use `TokenSampler`.
+transformers. This method works for all models. `engine.kv_cache` is faster, but does not support
+all models. Both use `TokenSampler`.
 
 Shapes: B replies are sampled together, and V is the vocabulary size. Log-probabilities are in nats.
 """
@@ -25,13 +25,13 @@ Sampled = tuple[Ids, list[float]]  # the token ids of a reply, and the log-proba
 class Sampler:
     """The distribution that an agent's tokens are sampled from.
 
-    It is softmax(logits / temperature), where the logits of suppressed tokens are set to -inf. With
-    the default arguments, it is the model's own distribution over its whole vocabulary.
+    The distribution is softmax(logits / temperature), and the logits of suppressed tokens are -inf.
+    With the default arguments, it is the model's own distribution over its whole vocabulary.
 
-    The log-probabilities in the GRPO loss also come from this distribution, so suppressed tokens
-    have no probability there. If they had one, it could only grow: GRPO decreases the probability
-    of sampled tokens with a negative advantage, which increases the probability of all other
-    tokens. Suppressed tokens are never sampled, so GRPO could not decrease their probability again.
+    The GRPO loss also uses this distribution, so suppressed tokens have a probability of 0 in the
+    loss. With the model's own distribution, their probability could only grow. GRPO decreases the
+    probability of sampled tokens with a negative advantage, and thereby increases the probability
+    of all other tokens. GRPO cannot decrease the probability of tokens that are never sampled.
 
     Args:
         temperature: The sampling temperature. If it is 0, decoding is greedy.
@@ -46,8 +46,8 @@ class Sampler:
         self.temperature = temperature
         self.suppressed_ids = suppressed_ids
         self.vocabulary_size = vocabulary_size
-        # Cached tensors of all suppressed ids, by (device, V). Without the cache, each step would
-        # copy the ids to the GPU again, and each copy is a host-device synchronisation.
+        # Cached tensors of all suppressed ids, by (device, V). Without this cache, each sampling
+        # step copies the ids to the GPU again, and each copy is a host-device synchronisation.
         self.index = {}
 
     def process_logits(self, logits: Tensor) -> Tensor:
@@ -99,12 +99,12 @@ class TokenSampler:
         self.sampler = sampler
         self.encoder = encoder
         self.stops = stops
-        self.may_end = {}  # token id -> True if a stop string may end within this token
+        self.may_end = {}  # by token id: True if a stop string may end within the token
 
     def __call__(self, replies: list[Reply], logits: Tensor) -> Tensor:
         """Samples a token for each reply, and appends it to the reply unless the reply is done.
 
-        There is only one host-device synchronisation for the whole batch.
+        Each call has only one host-device synchronisation for the whole batch.
 
         Args:
             replies: The B replies.
@@ -134,9 +134,9 @@ class TokenSampler:
     def uniform(self, replies: list[Reply]) -> Tensor:
         """Draws a uniform random number in [0, 1) for each reply.
 
-        No number is drawn for a reply that is done. If one were drawn, later turns of this episode
-        would depend on how long the other replies in the batch are. At temperature 0, no numbers
-        are needed, so none are drawn.
+        No number is drawn for a reply that is done. Otherwise the later turns of its episode would
+        depend on the lengths of the other replies in the batch. At temperature 0, no numbers are
+        drawn, because greedy decoding does not need random numbers.
 
         Returns:
             The random numbers, (B, 1). The value is -1 for replies that are done, and 0 for other
@@ -165,22 +165,23 @@ class TokenSampler:
         """Returns True if the last token of a reply completes a stop string.
 
         For speed, the reply is only decoded if the last token contains the last character of a stop
-        string. Few tokens do.
+        string. Few tokens contain such a character.
 
         Args:
             ids: The token ids of the reply so far.
         """
         last = ids[-1]
         if last not in self.may_end:
-            # A token may have only some bytes of a character. Then its text has the character
-            # U+FFFD (REPLACEMENT CHARACTER), and the token might complete any stop string.
+            # A token may contain only some bytes of a character. Its decoded text then contains
+            # U+FFFD (REPLACEMENT CHARACTER). Such a token might complete any stop string.
             text = self.encoder.decode([last])
             self.may_end[last] = any(s[-1] in text or "\N{REPLACEMENT CHARACTER}" in text
                                      for s in self.stops)
         if not self.may_end[last]:
             return False
-        # Each token of a stop string has at least one character, so a stop string of n characters
-        # has at most n tokens. Decoding the last n + 1 tokens is therefore enough.
+        # A stop string of n ASCII characters has at most n tokens, because each of its tokens has
+        # at least one character. The loop below decodes the last n + 1 tokens. The first of them is
+        # context, because some tokenizers remove a space at the start of a decoded text.
         return any(stop in self.encoder.decode(ids[-len(stop) - 1:]) for stop in self.stops)
 
 
