@@ -42,7 +42,7 @@ class Encoder:
 
     def __init__(self, tokenizer, vocabulary_size: int | None = None):
         self.tokenizer = tokenizer
-        all_ids = tokenizer.get_vocab().values()  # some ids below the largest one may be unused
+        all_ids = tokenizer.get_vocab().values()  # ids below the largest id may be unused
         self.vocabulary_size = vocabulary_size or max(all_ids) + 1
         self.valid_ids = {i for i in all_ids if i < self.vocabulary_size}
         self.template = Template(tokenizer)
@@ -68,7 +68,7 @@ class Encoder:
         return self.tokenise(self.render(messages, add_generation_prompt=True))
 
     def reply(self, text: str) -> Ids:
-        """Tokenises a reply, for example of an expert, and adds the end-of-turn token."""
+        """Returns the token ids of a reply, including its end-of-turn token."""
         content = self.plain(text, is_reply=True)
         piece = self.template.before_reply + content + self.template.after_reply
         return self.ids_after(self.template.opening, piece)
@@ -195,7 +195,8 @@ class Encoder:
 
         Args:
             reply: The text of the reply.
-            number: The number of the message in its conversation, for the error message.
+            number: The index of the message in its conversation, counted from 1. The error message
+                contains this number.
         """
         if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_whitespace:
             self.template.refuse(f"its chat template removes the whitespace that message {number} "
@@ -214,9 +215,9 @@ class Encoder:
             stops: The stop strings.
 
         Returns:
-            A tuple of the sampled ids that are kept, the ids to append to them, and the text of the
-            reply. The ids to append are an end-of-turn token, or an empty list if the agent already
-            sampled one.
+            A tuple of the sampled ids up to the first stop string, the ids to append to them, and
+            the text of the reply. The ids to append are an end-of-turn token, or an empty list if
+            the agent already sampled an end-of-turn token.
         """
         text = self.decode(ids)
         starts = [text.index(stop) for stop in stops if stop in text]
@@ -265,10 +266,11 @@ class Encoder:
     def without_ends(self, t: Trajectory) -> Trajectory:
         """Returns a copy of the trajectory that has an action mask of 0 for end-of-turn tokens.
 
-        If the last reply ended the episode (`ended` is "done") and was not the only reply, its
-        action mask is 0, too. The DPO loss decreases the probability of a rejected trajectory's
-        action tokens. With this mask, the loss does not teach the agent to avoid ending its replies
-        and episodes. If no action token is left, the trajectory is returned unchanged.
+        If the last reply ended the episode (`ended` is "done") and was not the only reply, the
+        action mask of the last reply is 0, too. The DPO loss decreases the probability of all
+        action tokens in a rejected trajectory. With the new mask, this loss does not teach the
+        agent to avoid ending its replies and episodes. If no action token is left, the trajectory
+        is returned unchanged.
         """
         ends = self.reply_ends(t)
         mask = list(t.action_mask)
@@ -369,7 +371,7 @@ class Template:
     before_observation: str  # \n<|im_start|>user\n
     after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, with generation prompt
     end_token: str           # <|im_end|>, the end-of-turn token of a reply
-    opening: str             # a sample opening, whose only message is "CONTENT"
+    opening: str             # an example of an opening; its only message is "CONTENT"
     keeps_whitespace: bool   # True if the template keeps the outer whitespace of replies
     special_tokens: list[str]  # the tokenizer's special tokens, and the template's turn markers
 
@@ -397,7 +399,7 @@ class Template:
         closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
         changes = ("its chat template changes a message once it is answered; use an Instruct model "
                    "that does not think")
-        if len(pieces) != 4:  # the text before, between and after the three messages
+        if len(pieces) != 4:  # text before, between and after the three messages
             self.refuse(changes)
         special_tokens = self.special_tokens_in("".join([*pieces, closing]))
         self.special_tokens = sorted(special_tokens)
@@ -472,7 +474,7 @@ class Template:
 def first_line(error: Exception) -> str:
     """Returns the first line of an error message.
 
-    If this line is a single word or empty, the type of the error is added in front.
+    If this line is empty or a single word, the returned text starts with the type of the error.
     """
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

@@ -1,8 +1,7 @@
 """Forward passes on padded batches of trajectories, distributed over all ranks.
 
-`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. Grouping
-the trajectories into other batches changes the running time. It changes the results only by
-rounding errors.
+`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. How the
+trajectories are grouped into batches only affects the running time and the rounding errors.
 """
 
 import math
@@ -52,7 +51,7 @@ def distributed_log_probs(
     device = accelerator.device
     lengths = [len(t.ids) for t in trajectories]
     outputs = [torch.zeros(t.action_count, device=device) for t in trajectories]
-    # FSDP does not need autocast, because it casts weights and activations to bf16 itself (see
+    # FSDP does not need autocast, because FSDP itself casts weights and activations to bf16 (see
     # `engine.models`).
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
@@ -71,7 +70,7 @@ def distributed_log_probs(
         return own
 
     # Value: each rank has the log-probabilities of its own forward passes, and zeros for all other
-    # tokens. The sum over ranks has all log-probabilities. With it, every rank computes the loss of
+    # tokens. The sum over ranks has all log-probabilities, so every rank can compute the loss of
     # the whole batch.
     # Gradient: the backward pass of a rank only covers the rank's own forward passes. The gradient
     # of the batch is the sum of these gradients over ranks. However, FSDP and
@@ -86,10 +85,10 @@ def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bo
     """Returns True if a single forward pass per rank is enough for all trajectories.
 
     `dpo.micro_batches` uses this function to limit the size of a micro-batch. All activations of a
-    micro-batch have to stay in memory until the backward pass, and there is enough memory for one
-    forward pass of `tokens` tokens on each rank. `schedule_rounds` may still split a micro-batch
-    into several smaller forward passes. On each rank, all of them together need no more
-    memory than one forward pass of `tokens` tokens.
+    micro-batch have to stay in memory until the backward pass. Each rank has enough memory for one
+    forward pass of `tokens` tokens. `schedule_rounds` may still split a micro-batch
+    into several smaller forward passes. On each rank, these forward passes together need
+    no more memory than one forward pass of `tokens` tokens.
 
     Args:
         trajectories: The trajectories.
@@ -118,7 +117,7 @@ def schedule_rounds(lengths: list[int], tokens: int, ranks: int) -> list[list[Pa
     if ranks == 1:
         return [[indices] for indices in batch_by_length(lengths, tokens)]
 
-    # Large forward passes are efficient, but may leave some ranks without work in the last round.
+    # Large forward passes are efficient, but some ranks may have no work in the last round.
     # Smaller forward passes can be distributed more evenly. We try several limits on the number of
     # tokens, and choose the schedule with the shortest estimated time.
     best = []

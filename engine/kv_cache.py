@@ -13,9 +13,9 @@ The token at position p of an episode is stored in column p, and it attends to c
 tokens are appended on the right, and stored tokens never move to another column. The last column,
 x, is reserved for padding tokens, and the attention mask always hides it.
 
-A turn starts with the prefill: the model processes the new tokens of all episodes, which are the
-prompt in the first turn and the latest observation in later turns. The decode steps follow. In each
-decode step, the model processes the token that was just sampled for each unfinished reply.
+A turn starts with the prefill, in which the model processes the new tokens of all episodes. The new
+tokens are the prompt in the first turn, and the latest observation in later turns. The decode steps
+follow. In each decode step, the model processes the latest sampled token of each unfinished reply.
 
 Shapes: the cache has R rows. A forward pass uses B of these rows and processes n new tokens per
 row. The new tokens attend to the first C columns. V is the vocabulary size. There are H query heads
@@ -122,7 +122,7 @@ class CachedGenerator:
         """Moves the slots that satisfy `wanted` to the front of `used`, and returns their count.
 
         The rows of the cache are moved in the same way. The wanted slots then have the first rows
-        of the cache. A forward pass uses a view of these rows, so it does not copy keys and values.
+        of the cache. A forward pass can use a view of these rows instead of a copy.
         """
         count = sum(map(wanted, self.used))
         to_back = [n for n, slot in enumerate(self.used[:count]) if not wanted(slot)]
@@ -237,11 +237,11 @@ class KVCacheLayer(CacheLayerMixin):
 
     Both tensors are allocated once, at their full size.
     """
-    is_sliding = False  # sliding-window attention is implemented by the attention masks instead
+    is_sliding = False  # False for all layers: the attention masks implement the window
 
     def __init__(self, generator: CachedGenerator):
         super().__init__()
-        self.generator = generator  # its attributes describe the current forward pass
+        self.generator = generator  # the generator's attributes describe the forward pass
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         rows, columns = self.generator.shape

@@ -60,7 +60,7 @@ def log_probs(
 def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Callable) -> Tensor:
     """Computes the log-probabilities of all action tokens, (A,), in a single forward pass.
 
-    The arguments are the same as in the function `log_probs`.
+    The arguments are the same as those of the function `log_probs`.
     """
     ids, position_ids, paths = pack_prefix_tree(trajectories)
 
@@ -126,8 +126,8 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
            repack_index=None, **options):
     """Computes causal attention within each trajectory of a packed sequence.
 
-    If `unpack_indices` is None, the input is a normal batch, and the "sdpa" attention of
-    transformers is called instead.
+    If `unpack_indices` is None, the input is a normal batch. For a normal batch, this function
+    calls "sdpa", an attention function of transformers.
 
     Args:
         module: The attention layer.
@@ -157,6 +157,6 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
     return torch.cat(outputs)[repack_index][None], None
 
 
-# Only the attention function is registered, but no mask function. transformers therefore does not
-# create an attention mask.
+# Only the attention function is registered. Without a registered mask function, transformers does
+# not create an attention mask.
 AttentionInterface.register("prefix_sharing", attend)

@@ -1,4 +1,4 @@
-"""Rollouts: runs many episodes in parallel, and restarts an episode if its environment fails.
+"""Runs the episodes of rollouts in parallel, and restarts an episode if its environment fails.
 
 The function `play` runs the episodes. `Run.play` calls it with a local model as the agent.
 `lab/chat/evaluate.py` calls it with an agent behind an API.
@@ -36,8 +36,8 @@ def play(
         trajectories: The trajectories to fill. Each has a task and a random seed.
         generate: A function that generates the agent's replies. It is called as
             generate([(trajectory, rng)]) and returns [(ids, log_probs)]. `rng` is the random number
-            generator of the episode. If the list contains None in place of a reply, the episode of
-            this reply ends.
+            generator of the episode. If the list contains None instead of a reply, the episode
+            ends.
         slots: The maximum number of episodes that run in parallel.
         max_tokens: The context length of the agent, in tokens.
         ended: A callback that is called with each trajectory when its episode ends.
@@ -96,8 +96,8 @@ def advance(steps, reply):
 def episode_with_retries(env: Environment, encoder, t, max_tokens: int):
     """Runs `envs.episode`, and restarts it from the first turn if the environment fails.
 
-    A restarted episode uses the same task and the same random seed. It therefore repeats what
-    happened before the failure.
+    A restarted episode uses the same task and the same random seed. Therefore, the turns before the
+    failure are repeated with the same results.
 
     Raises:
         EnvError: The environment still fails after the last retry.

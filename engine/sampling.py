@@ -1,9 +1,9 @@
-"""Sampling: processes logits, samples tokens, and generates replies with `generate`.
+"""Samples tokens from processed logits, and generates replies with `generate`.
 
 `Sampler` defines the distribution that tokens are sampled from. `TokenSampler` samples one token
 for each reply of a batch. `generate_replies` generates whole replies with the `generate` method of
-transformers. This method works for all models. `engine.kv_cache` is faster, but does not support
-all models. Both use `TokenSampler`.
+transformers. `generate` works for all models. `engine.kv_cache` is faster, but does not support
+all models. Both `generate_replies` and `engine.kv_cache` use `TokenSampler`.
 
 Shapes: B replies are sampled together, and V is the vocabulary size. Log-probabilities are in nats.
 """
@@ -36,9 +36,9 @@ class Sampler:
     Args:
         temperature: The sampling temperature. If it is 0, decoding is greedy.
         suppressed_ids: The token ids that are never sampled, such as special tokens.
-        vocabulary_size: The number of token ids in use. If the model has more logits than this, the
-            extra ids are suppressed, too, unless `suppressed_ids` is empty. By default, all logits
-            are used.
+        vocabulary_size: The number of token ids in use. If the model has more logits than
+            `vocabulary_size`, the extra ids are suppressed, too, unless `suppressed_ids` is empty.
+            By default, all logits are used.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
@@ -78,11 +78,11 @@ class Sampler:
 @dataclass
 class Reply:
     """A reply that is being sampled."""
-    # The random number generator of the episode. Each episode has its own generator, so that its
-    # random numbers do not depend on the other episodes in the batch.
+    # The random number generator of the episode. Each episode has its own generator, so the random
+    # numbers of an episode do not depend on the other episodes in the batch.
     rng: random.Random
     ids: Ids = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # one per token; empty at temperature 0
+    log_probs: list[float] = field(default_factory=list)  # of each id; empty at temperature 0
     done: bool = False
 
 
@@ -111,7 +111,7 @@ class TokenSampler:
             logits: The logits of the next token of each reply, (B, V).
 
         Returns:
-            The sampled token ids, (B, 1). For a reply that is done, this is the end-of-turn token.
+            The sampled token ids, (B, 1). Replies that are done get the end-of-turn token.
         """
         log_p = self.sampler.process_logits(logits).log_softmax(-1)               # (B, V)
         u = self.uniform(replies).to(log_p.device, non_blocking=True)             # (B, 1)
@@ -187,8 +187,8 @@ class TokenSampler:
 
 # ------------------------------------------------------------------------ replies by `generate`
 
-# Long sequences are prefilled in chunks of this many tokens. Without chunks, the attention mask
-# would need memory proportional to the square of the sequence length.
+# Long sequences are prefilled in chunks of this many tokens. Without chunks, the memory of the
+# attention mask grows with the square of the sequence length.
 PREFILL_CHUNK = 1024
 
 
@@ -239,8 +239,9 @@ def generate_replies(
 class SampledTokenProcessor(transformers.LogitsProcessor):
     """A logits processor that makes `generate` output the tokens sampled by a `TokenSampler`.
 
-    `generate` runs with greedy decoding. The processor samples a token for each reply, sets its
-    logit to 0 and all other logits to -inf. Greedy decoding then always chooses the sampled token.
+    `generate` runs with greedy decoding. The processor samples a token for each reply. It sets the
+    logit of this token to 0, and all other logits to -inf. Greedy decoding then always chooses the
+    sampled token.
     """
 
     def __init__(self, token_sampler: TokenSampler, replies: list[Reply]):

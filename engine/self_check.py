@@ -28,12 +28,11 @@ REPLY_TOKENS = 6   # number of tokens in a test reply
 # and "single" uses batch size 1.
 REPLY_BACKENDS = ("kv_cache", "batched", "single")
 # The backends for forward passes, which compute the log-probabilities of trajectories:
-# "prefix_sharing" (see `engine.prefix_sharing`), and "padded" (padded batches, see
-# `engine.forward_passes`). If a model supports neither backend, its forward passes use batch size
-# 1.
+# "prefix_sharing" (see `engine.prefix_sharing`), and "padded" (see `engine.forward_passes`), which
+# uses padded batches. If a model supports neither backend, its forward passes use batch size 1.
 PASS_BACKENDS = ("prefix_sharing", "padded")
 # If a model does not support a backend, the model's code raises one of these errors. Disk errors
-# (OSError) are not in the list, because another backend does not avoid them.
+# (OSError) are not in the list, because they do not depend on the backend.
 MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 RuntimeError, TypeError, ValueError)
 # Errors of the GPU: it is out of memory, or its driver fails. They are subclasses of RuntimeError,
@@ -46,13 +45,13 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
     """Tests all backends with a model, and selects those that compute correct log-probabilities.
 
     The reference is a plain forward pass at batch size 1, without padding and without a KV cache. A
-    backend is correct if its log-probabilities are the same, up to TOLERANCE. Typical bugs are
-    models that attend to padding tokens, and models that compute wrong results with a KV cache or
-    for long sequences.
+    backend is correct if its log-probabilities differ from the reference by less than TOLERANCE.
+    Typical bugs are models that attend to padding tokens, and models that compute wrong results
+    with a KV cache or for long sequences.
 
     During the check, the model is in fp32, because rounding errors in bf16 would hide bugs. In
-    bf16, rounding changes the log-probability of a token by 0.04 to 0.06 nats, and some bugs change
-    it by less.
+    bf16, rounding changes the log-probability of a token by 0.04 to 0.06 nats. Some bugs change the
+    log-probability by less.
 
     Args:
         model: A causal language model. Its weights stay in fp32 after the check. Its attention
@@ -123,7 +122,7 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     """Creates three or four test sequences of random tokens.
 
     1. A long sequence, which has almost `longest` tokens.
-    2. Another long sequence that has the first third in common with sequence 1.
+    2. Another long sequence. Its first third is the same as in sequence 1.
     3. A short sequence of at most SHORT_TOKENS tokens.
     4. A sequence of a third of `longest` tokens, because some bugs only occur at medium lengths.
        This sequence is left out if it is not longer than sequence 3.
@@ -144,7 +143,7 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
 def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
     """Returns the token ids that are suppressed during the check.
 
-    They include the end-of-turn token, so that all test replies have the full length.
+    The end-of-turn token is suppressed, too, so that all test replies have the full length.
     """
     return (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
 
@@ -162,7 +161,7 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
         backend: The name of the backend, one of REPLY_BACKENDS.
 
     Returns:
-        The mean absolute error per token, in nats, of the sequence with the largest error.
+        The mean absolute error per token, in nats, for the sequence with the largest error.
     """
     sampler = Sampler(suppressed_ids=suppressed_ids(encoder))
     generate = make_generator(backend, model, TokenSampler(sampler, encoder, ()), len(sequences),
@@ -218,7 +217,7 @@ def pass_error(model, sequences: list[Ids], passes: str) -> float:
         passes: The name of the backend, one of PASS_BACKENDS.
 
     Returns:
-        The mean absolute error per token, in nats, of the sequence with the largest error.
+        The mean absolute error per token, in nats, for the sequence with the largest error.
     """
     trajectories = []
     for ids in sequences:
