@@ -1,4 +1,4 @@
-"""Infrastructure for coevolve.py, dpo.py and envs.py: generation, training runs, rollouts, files.
+"""Infrastructure of the training scripts: generation, training runs, rollouts and files.
 
 Each module covers one topic and can be read on its own.
 """

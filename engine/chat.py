@@ -1,9 +1,9 @@
-"""Chat templates: encodes multi-turn conversations as token ids and action masks.
+"""Encodes multi-turn conversations as token ids and action masks, using a chat template.
 
-A conversation starts with an opening: the messages before the agent's first reply. Then come the
-replies of the agent and the observations of the environment, in turn. `Encoder` encodes each of
-these pieces separately. For this, `Template` splits the tokenizer's chat template into the text
-before and after each message.
+A conversation starts with an opening: the messages before the agent's first reply. After the
+opening, replies of the agent and observations of the environment alternate. `Encoder` encodes each
+of these pieces separately. `Template` splits the tokenizer's chat template into the text before and
+after each message.
 """
 
 import hashlib
@@ -15,14 +15,15 @@ from engine.sampling import Sampler
 
 
 class Encoder:
-    """Encodes a conversation piece by piece: the opening, then replies and observations in turn.
+    """Encodes a conversation piece by piece: opening, reply, observation, reply, and so on.
 
     Each piece is tokenised only once, when it is added to the conversation. The token ids that an
-    agent sampled are kept unchanged. Decoding and tokenising the text again could give other ids.
+    agent sampled are kept unchanged. If they were decoded and the text was tokenised again, the new
+    ids could be different.
 
     The action mask is 1 for the tokens of replies, including their end-of-turn tokens, and 0 for
-    all other tokens. If an agent did not write an end-of-turn token, one is appended with an action
-    mask of 0.
+    all other tokens. If an agent did not write an end-of-turn token, this token is appended with an
+    action mask of 0.
 
     The generation prompt of the template, such as "<|im_start|>assistant", belongs to the opening
     or observation before a reply. If the template writes further text before a reply, such as the
@@ -34,20 +35,21 @@ class Encoder:
             tokenizer's largest token id plus 1.
 
     Raises:
-        UsageError: The tokenizer cannot be used. For a test conversation, encoding it piece by
-            piece gives other ids than tokenising the whole conversation at once.
+        UsageError: The tokenizer cannot be used. For example, its chat template is missing. Or the
+            ids of a test conversation differ between two methods: encoding the conversation piece
+            by piece, and tokenising the whole conversation at once.
     """
 
     def __init__(self, tokenizer, vocabulary_size: int | None = None):
         self.tokenizer = tokenizer
-        all_ids = tokenizer.get_vocab().values()  # some ids below the largest one may be unused
+        all_ids = tokenizer.get_vocab().values()  # ids below the largest id may be unused
         self.vocabulary_size = vocabulary_size or max(all_ids) + 1
         self.valid_ids = {i for i in all_ids if i < self.vocabulary_size}
         self.template = Template(tokenizer)
         self.special_tokens = self.template.special_tokens
-        # Special tokens that a message must not contain. Some tokenizers normalise a text, for
-        # example to lower case, before they search for special tokens. Therefore, the normalised
-        # forms of special tokens are not allowed, either.
+        # `forgeries` contains the special tokens that a message must not contain. Some tokenizers
+        # normalise a text, for example to lower case, before they search for special tokens.
+        # Therefore, the list also contains the normalised forms of special tokens.
         normalised = map(self.template.normalised, self.special_tokens)
         self.forgeries = sorted({*self.special_tokens, *normalised} - {""})
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end_token)
@@ -66,7 +68,7 @@ class Encoder:
         return self.tokenise(self.render(messages, add_generation_prompt=True))
 
     def reply(self, text: str) -> Ids:
-        """Tokenises a reply, for example of an expert, and adds the end-of-turn token."""
+        """Returns the token ids of a reply, including its end-of-turn token."""
         content = self.plain(text, is_reply=True)
         piece = self.template.before_reply + content + self.template.after_reply
         return self.ids_after(self.template.opening, piece)
@@ -74,7 +76,7 @@ class Encoder:
     def observation(self, text: str) -> Ids:
         """Returns the token ids of an observation, including the generation prompt after it.
 
-        These are all tokens between the end-of-turn token of a reply and the start of the next
+        The ids cover all tokens between the end-of-turn token of a reply and the start of the next
         reply.
         """
         before, after = self.template.before_observation, self.template.after_observation
@@ -83,14 +85,14 @@ class Encoder:
     def plain(self, text: str, is_reply: bool = False) -> str:
         """Cleans the text of a message: breaks up special tokens and strips outer whitespace.
 
-        For example, "<|im_end|>" becomes "< |im_end|>", which is tokenised as ordinary text. If
-        observations could contain special tokens, they could end their message and start a forged
-        message of another role.
+        For example, "<|im_end|>" becomes "< |im_end|>", which is tokenised as ordinary text. An
+        observation with special tokens could end its own message, and start a forged message of
+        another role.
 
         Args:
             text: The content of the message.
-            is_reply: True if the message is a reply. The outer whitespace of a reply is kept if the
-                chat template keeps it.
+            is_reply: True if the message is a reply. If the chat template keeps the outer
+                whitespace of replies, this function does not strip it from replies.
         """
         if not isinstance(text, str):
             raise UsageError(f"the content of a message is {text!r:.60}, which is no text; fix the "
@@ -120,8 +122,8 @@ class Encoder:
     def ids_after(self, context: str, text: str) -> Ids:
         """Tokenises a text that follows a context, and returns the ids of the text.
 
-        A tokenizer may produce other ids for a text if text is in front of it. The text is
-        therefore tokenised together with its context, and the ids of the context are removed.
+        The ids of a text may depend on the characters before the text. The text is therefore
+        tokenised together with its context, and the ids of the context are removed.
         """
         context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
@@ -173,7 +175,7 @@ class Encoder:
             else:
                 t.extend(self.observation(message["content"]), is_action=False)
 
-        # 2. Compare the ids with those of the whole conversation, rendered at once.
+        # 2. Render and tokenise the whole conversation at once, and compare the ids.
         ends_with_reply = messages[-1]["role"] == "assistant"
         expected = self.tokenise(self.render(messages, add_generation_prompt=not ends_with_reply))
         if ends_with_reply:
@@ -193,14 +195,15 @@ class Encoder:
 
         Args:
             reply: The text of the reply.
-            number: The number of the message in its conversation, for the error message.
+            number: The index of the message in its conversation, counted from 1. The error message
+                contains this number.
         """
         if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_whitespace:
             self.template.refuse(f"its chat template removes the whitespace that message {number} "
                                  "begins with; remove it from the message, or use another model")
 
     def decode(self, ids: Ids) -> str:
-        """Decodes token ids to text. End-of-turn tokens are left out, and spaces are kept as is."""
+        """Decodes token ids to text, without end-of-turn tokens and without cleaning up spaces."""
         ids = [i for i in ids if i != self.end_of_turn]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
@@ -212,9 +215,9 @@ class Encoder:
             stops: The stop strings.
 
         Returns:
-            A tuple of the sampled ids that are kept, the ids to append to them, and the text of the
-            reply. The ids to append are an end-of-turn token, or an empty list if the agent already
-            sampled one.
+            A tuple of the sampled ids up to the first stop string, the ids to append to them, and
+            the text of the reply. The ids to append are an end-of-turn token, or an empty list if
+            the agent already sampled an end-of-turn token.
         """
         text = self.decode(ids)
         starts = [text.index(stop) for stop in stops if stop in text]
@@ -228,8 +231,8 @@ class Encoder:
         while len(self.decode(ids[:size])) > len(wanted):
             size -= 1
         # One token may contain both the end of the reply and the start of the stop string. For
-        # example, in "click[mug]\nObservation:", the token may be "]\n". Keep this token if the
-        # stop string only contributes whitespace to it.
+        # example, in "click[mug]\nObservation:", the token may be "]\n". Keep this token if its
+        # characters from the stop string are only whitespace.
         reply = self.decode(ids[:size]).strip()
         longer = self.decode(ids[:size + 1]).strip()
         if reply != wanted.strip() and longer == wanted.strip():
@@ -239,15 +242,15 @@ class Encoder:
     def reply_ends(self, t: Trajectory) -> list[int]:
         """Returns the index in `t.ids` of each reply's end-of-turn token, (t.turns,).
 
-        Every reply has an end-of-turn token, because one is appended if the agent did not write it.
-        The trajectory has to end with a reply.
+        Every reply has an end-of-turn token. If the agent did not write this token, it was appended
+        to the reply. The trajectory has to end with a reply.
         """
         ends = []
         for position, token in enumerate(t.ids):
             if token == self.end_of_turn:
                 ends.append(position)
-        # In most templates, observations end with the same token. Then replies and observations
-        # alternate, so every second end-of-turn token, counted from the last one, ends a reply.
+        # In most templates, observations also contain an end-of-turn token. In this case, every
+        # second end-of-turn token ends a reply, counted backwards from the last end-of-turn token.
         stride = 1 + self.observation("").count(self.end_of_turn)
         last_first = ends[::-1][::stride]
         return sorted(last_first[:t.turns])
@@ -263,9 +266,11 @@ class Encoder:
     def without_ends(self, t: Trajectory) -> Trajectory:
         """Returns a copy of the trajectory that has an action mask of 0 for end-of-turn tokens.
 
-        If the episode ended with a reply (`ended` is "done") and has several replies, the action
-        mask of the whole last reply is 0, too. If no action token is left, the trajectory is
-        returned unchanged.
+        If the last reply ended the episode (`ended` is "done") and was not the only reply, the
+        action mask of the last reply is 0, too. The DPO loss decreases the probability of all
+        action tokens in a rejected trajectory. With the new mask, this loss does not teach the
+        agent to avoid ending its replies and episodes. If no action token is left, the trajectory
+        is returned unchanged.
         """
         ends = self.reply_ends(t)
         mask = list(t.action_mask)
@@ -280,8 +285,8 @@ class Encoder:
         """Returns the `Sampler` that defines the distribution of an agent's tokens.
 
         Special tokens are suppressed, except for the end-of-turn token. Ids that belong to no token
-        are suppressed, too. They exist if the embedding matrix has more rows than the vocabulary
-        has tokens.
+        are suppressed, too. Such ids exist if the embedding matrix has more rows than the
+        vocabulary has tokens.
         """
         special_ids = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
         allowed = self.valid_ids - set(special_ids) | {self.end_of_turn}
@@ -318,8 +323,8 @@ def hard_conversation() -> list[dict]:
     """Returns a conversation of twelve messages that tests if a chat template changes messages.
 
     Some templates add numbers to messages, remove reasoning (<think>), escape quotes and brackets,
-    remove repeated spaces and empty lines, or shorten long texts. The messages contain an example
-    of each of these.
+    remove repeated spaces and empty lines, or shorten long texts. The messages contain text
+    for each of these changes.
     """
     messages = []
     for n in range(6):
@@ -331,8 +336,9 @@ def hard_conversation() -> list[dict]:
 
 
 # Some templates write today's date into the prompt, so the prompt is different every day. Agents
-# should get the same prompt in training and later. Therefore, this macro is inserted before such a
-# template. It sets the date to 26 July 2024, which is the default in Llama 3's template.
+# should get the same prompt during and after training. The macro below is therefore inserted at the
+# start of such a template. The macro always returns 26 July 2024, the default date in Llama 3's
+# template.
 FIXED_DATE = """{%- macro strftime_now(form) -%}
     {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
         | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
@@ -355,16 +361,17 @@ class Template:
         tokenizer: A tokenizer of transformers.
 
     Raises:
-        UsageError: The tokenizer has no chat template, or the template cannot be split like this.
+        UsageError: The tokenizer has no chat template, or the template cannot be split in this way.
     """
 
-    # The text before and after messages. Each comment shows the value in the ChatML example above.
-    before_reply: str        # the empty string in ChatML, and a space in Llama 2
+    # These attributes contain the text before and after messages. The comments show their values in
+    # the ChatML example above.
+    before_reply: str        # the text before a reply: empty in ChatML, and a space in Llama 2
     after_reply: str         # <|im_end|>
     before_observation: str  # \n<|im_start|>user\n
-    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, generation prompt included
+    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, with generation prompt
     end_token: str           # <|im_end|>, the end-of-turn token of a reply
-    opening: str             # a sample opening, whose only message is "CONTENT"
+    opening: str             # an example of an opening; its only message is "CONTENT"
     keeps_whitespace: bool   # True if the template keeps the outer whitespace of replies
     special_tokens: list[str]  # the tokenizer's special tokens, and the template's turn markers
 
@@ -392,7 +399,7 @@ class Template:
         closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
         changes = ("its chat template changes a message once it is answered; use an Instruct model "
                    "that does not think")
-        if len(pieces) != 4:  # the text before, between and after the three messages
+        if len(pieces) != 4:  # text before, between and after the three messages
             self.refuse(changes)
         special_tokens = self.special_tokens_in("".join([*pieces, closing]))
         self.special_tokens = sorted(special_tokens)
@@ -405,7 +412,7 @@ class Template:
         self.opening = opening + mark + self.after_observation
 
         # 3. Check that the generation prompt contains all text before a reply, except whitespace.
-        # If text were missing, agents would have to generate this text as part of each reply.
+        # If text is missing, agents have to generate the missing text as part of each reply.
         self.before_reply = to_reply.removeprefix(self.after_observation)
         if self.before_reply.strip():
             self.refuse(f"{self.before_reply!r} is missing from the generation prompt of its chat "
@@ -467,7 +474,7 @@ class Template:
 def first_line(error: Exception) -> str:
     """Returns the first line of an error message.
 
-    If this line is a single word or empty, the type of the error is added in front.
+    If this line is empty or a single word, the returned text starts with the type of the error.
     """
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

@@ -1,8 +1,7 @@
 """Forward passes on padded batches of trajectories, distributed over all ranks.
 
-`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. The way in
-which trajectories are grouped into batches only affects the running time, and the results by
-rounding errors.
+`Run.log_probs` calls `distributed_log_probs`, unless it can use `engine.prefix_sharing`. How the
+trajectories are grouped into batches only affects the running time and the rounding errors.
 """
 
 import math
@@ -18,7 +17,7 @@ from dpo import Trajectory, in_fp32, token_log_probs
 # our choice.
 CANDIDATES = 64
 # The minimum number of tokens in the time estimate of a forward pass. Forward passes with fewer
-# tokens take about as long as one with 1,024 tokens. The value is our choice.
+# tokens take about as long as a forward pass with 1,024 tokens. The value is our choice.
 MIN_COST = 1024
 Pass = list[int]  # the indices of the trajectories in a forward pass, the longest one first
 
@@ -52,14 +51,14 @@ def distributed_log_probs(
     device = accelerator.device
     lengths = [len(t.ids) for t in trajectories]
     outputs = [torch.zeros(t.action_count, device=device) for t in trajectories]
-    # FSDP does not need autocast, because it casts weights and activations to bf16 itself (see
+    # FSDP does not need autocast, because FSDP itself casts weights and activations to bf16 (see
     # `engine.models`).
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for passes in schedule_rounds(lengths, tokens, ranks):
             # In FSDP, each rank holds a shard of every weight, so all ranks have to take part in
-            # every forward pass. A rank without work runs one sequence again and multiplies the
-            # result by 0.
+            # every forward pass. A rank without work runs a sequence of another rank again and
+            # multiplies the result by 0.
             has_work = rank < len(passes)
             indices = passes[rank] if has_work else passes[-1][-1:]
             batch = [trajectories[index] for index in indices]
@@ -71,14 +70,14 @@ def distributed_log_probs(
         return own
 
     # Value: each rank has the log-probabilities of its own forward passes, and zeros for all other
-    # tokens. The sum over ranks has all log-probabilities. With it, every rank computes the loss of
+    # tokens. The sum over ranks has all log-probabilities, so every rank can compute the loss of
     # the whole batch.
     # Gradient: the backward pass of a rank only covers the rank's own forward passes. The gradient
     # of the batch is the sum of these gradients over ranks. However, FSDP and
     # `dpo.average_gradients` compute the mean over ranks. Multiplying each rank's gradient by the
     # number of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
-    gradient = ranks * (own - own.detach())  # the value is 0, only the gradient is needed
+    gradient = ranks * (own - own.detach())  # its value is 0, so it only adds a gradient
     return value + gradient
 
 
@@ -86,9 +85,10 @@ def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bo
     """Returns True if a single forward pass per rank is enough for all trajectories.
 
     `dpo.micro_batches` uses this function to limit the size of a micro-batch. All activations of a
-    micro-batch have to stay in memory until the backward pass, and there is enough memory for one
-    forward pass of `tokens` tokens on each rank. `schedule_rounds` may still split a micro-batch
-    into several smaller forward passes. Together they never need more memory on a rank.
+    micro-batch have to stay in memory until the backward pass. Each rank has enough memory for one
+    forward pass of `tokens` tokens. `schedule_rounds` may still split a micro-batch
+    into several smaller forward passes. On each rank, these forward passes together need
+    no more memory than one forward pass of `tokens` tokens.
 
     Args:
         trajectories: The trajectories.
@@ -117,7 +117,7 @@ def schedule_rounds(lengths: list[int], tokens: int, ranks: int) -> list[list[Pa
     if ranks == 1:
         return [[indices] for indices in batch_by_length(lengths, tokens)]
 
-    # Large forward passes are efficient, but may leave some ranks without work in the last round.
+    # Large forward passes are efficient, but some ranks may have no work in the last round.
     # Smaller forward passes can be distributed more evenly. We try several limits on the number of
     # tokens, and choose the schedule with the shortest estimated time.
     best = []
@@ -150,8 +150,8 @@ def batch_by_length(lengths: list[int], limit: float) -> list[Pass]:
             is longer than the limit gets a forward pass of its own.
 
     Returns:
-        A list of forward passes. Each is a list of indices into `lengths`. They are sorted by
-        length, starting with the longest trajectory.
+        A list of forward passes. Each forward pass is a list of indices into `lengths`, sorted from
+        the longest to the shortest trajectory.
     """
     passes = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

@@ -13,9 +13,9 @@ The token at position p of an episode is stored in column p, and it attends to c
 tokens are appended on the right, and stored tokens never move to another column. The last column,
 x, is reserved for padding tokens, and the attention mask always hides it.
 
-A turn starts with the prefill: the model processes the new tokens of all episodes, which are the
-prompt in the first turn and the latest observation in later turns. Then come the decode steps. In
-each decode step, the model processes the token that was just sampled for each unfinished reply.
+A turn starts with the prefill, in which the model processes the new tokens of all episodes. The new
+tokens are the prompt in the first turn, and the latest observation in later turns. The decode steps
+follow. In each decode step, the model processes the latest sampled token of each unfinished reply.
 
 Shapes: the cache has R rows. A forward pass uses B of these rows and processes n new tokens per
 row. The new tokens attend to the first C columns. V is the vocabulary size. There are H query heads
@@ -47,7 +47,8 @@ COLUMN_MULTIPLE = 16
 class Slot:
     """An episode that occupies a row of the cache.
 
-    `reply.rng`, the episode's random number generator, identifies the episode in all its turns.
+    Each episode has its own random number generator and uses it in all turns. Therefore,
+    `reply.rng` identifies the episode of a slot.
     """
     reply: Reply     # the reply of the current turn
     row: int         # the row's index in the cache
@@ -78,10 +79,10 @@ class CachedGenerator:
         self.max_tokens = max_tokens
         self.max_new_tokens = max_new_tokens
         self.tokens = tokens
-        self.shape = (slots, round_up(max_tokens + 1))  # (R, columns); the extra column is padding
+        self.shape = (slots, round_up(max_tokens + 1))  # (R, columns), with a column for padding
         self.used = []                                  # a Slot for each episode in the cache
-        # The cache layers refer to the generator by a weak reference. With a normal reference, the
-        # reference cycle would delay freeing the memory of the cache.
+        # The cache layers refer to the generator by a weak reference. A normal reference creates a
+        # reference cycle, which delays freeing the memory of the cache.
         self.cache = Cache(layer_class_to_replicate=partial(KVCacheLayer, proxy(self)))
         self.windows = window_sizes(model.config)
 
@@ -94,16 +95,16 @@ class CachedGenerator:
         new = [rng for rng in contexts if rng not in cached]
         self.used += [Slot(Reply(rng), row, []) for row, rng in enumerate(new, len(self.used))]
 
-        # 2. Prefill all tokens that are not in the cache yet. These are the prompt or observation,
-        # and the last token of the previous reply. That token was sampled, but the model has not
-        # processed it yet.
+        # 2. Prefill all tokens that are not in the cache yet. In the first turn, these are the
+        # tokens of the prompt. In later turns, these are the last token of the previous reply and
+        # the tokens of the observation. The last token of a reply is sampled, but not processed.
         uncached = []
         for slot in self.used:
             ids = contexts[slot.reply.rng]
             # The cached tokens may differ from the episode's tokens, because the previous reply may
-            # have been cut at a stop string after sampling. Keep only their common prefix. Exclude
-            # the last token (ids[:-1]), because the model has to process at least one token to
-            # predict the first token of the new reply.
+            # have been cut at a stop string after sampling. Keep only the common prefix of both
+            # sequences. Exclude the episode's last token (ids[:-1]), because the model has to
+            # process at least one token to predict the first token of the new reply.
             slot.cached_ids = slot.cached_ids[:common_prefix_length(slot.cached_ids, ids[:-1])]
             slot.reply = Reply(slot.reply.rng)
             uncached.append(ids[len(slot.cached_ids):])
@@ -120,8 +121,8 @@ class CachedGenerator:
     def move_to_front(self, wanted: Callable[[Slot], bool]) -> int:
         """Moves the slots that satisfy `wanted` to the front of `used`, and returns their count.
 
-        The rows of the cache are moved in the same way. The wanted slots then have the first rows,
-        and a forward pass can use a view of these rows, without copying keys and values.
+        The rows of the cache are moved in the same way. The wanted slots then have the first rows
+        of the cache. A forward pass can use a view of these rows instead of a copy.
         """
         count = sum(map(wanted, self.used))
         to_back = [n for n, slot in enumerate(self.used[:count]) if not wanted(slot)]
@@ -164,7 +165,7 @@ class CachedGenerator:
     def append_sampled(self, logits: Tensor) -> None:
         """Samples the next token of the replies in the first B slots.
 
-        A reply is also marked as done if it has reached the maximum number of tokens.
+        A reply is also marked as done if the reply or its episode has the maximum number of tokens.
 
         Args:
             logits: The logits of the next token, (B, V).
@@ -189,7 +190,8 @@ class CachedGenerator:
         n = max(map(len, new))
         ids, columns = [], []
         for slot, tokens in zip(slots, new):
-            # Padding is on the left. Its column index is -1, the last column of the cache.
+            # Padding tokens are on the left. They are stored in the last column of the cache, so
+            # their column index is -1.
             padding = n - len(tokens)
             start = len(slot.cached_ids)
             ids.append([0] * padding + tokens)
@@ -235,11 +237,11 @@ class KVCacheLayer(CacheLayerMixin):
 
     Both tensors are allocated once, at their full size.
     """
-    is_sliding = False  # sliding-window attention is implemented by the attention masks instead
+    is_sliding = False  # False for all layers: the attention masks implement the window
 
     def __init__(self, generator: CachedGenerator):
         super().__init__()
-        self.generator = generator  # its attributes describe the current forward pass
+        self.generator = generator  # the generator's attributes describe the forward pass
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         rows, columns = self.generator.shape
@@ -284,10 +286,10 @@ class KVCacheLayer(CacheLayerMixin):
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
     """Computes grouped-query attention (GQA), with a faster implementation for decode steps.
 
-    The result is the same as that of the "sdpa" attention function of transformers. For inputs with
-    n > 1, this function is called. In a decode step (n = 1), the G query heads that share a
-    key-value head are treated as G tokens of a single query head, (B, H / G, G, d). Then keys and
-    values do not have to be repeated G times in memory.
+    The result is the same as the result of "sdpa", an attention function of transformers. If n > 1,
+    `attend` calls "sdpa". In a decode step (n = 1), `attend` treats the G query heads that share a
+    key-value head as G tokens of a single query head, (B, H / G, G, d). Then keys and values do not
+    have to be repeated G times in memory.
 
     Args:
         module: The attention layer.
@@ -297,8 +299,8 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **
         options: Other arguments that transformers passes to attention functions.
 
     Returns:
-        The attention outputs, (B, n, H, d). The second value is None, where transformers expects
-        the attention weights.
+        A tuple of the attention outputs, (B, n, H, d), and None. transformers allows None in place
+        of the attention weights.
     """
     mask = attention_mask
     if query.shape[2] > 1 or mask is None or mask.shape[1] > 1:
@@ -325,7 +327,7 @@ def window_sizes(config) -> dict[str, float]:
 
     Returns:
         A dict that maps "full_attention" to infinity, and "sliding_attention" to the size of the
-        sliding window in tokens. It only contains the kinds of layers that the model has.
+        sliding window in tokens. The dict only contains the kinds of layers that the model has.
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf

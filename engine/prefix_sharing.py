@@ -1,8 +1,8 @@
 """Prefix sharing: a forward pass that processes a common prefix of several trajectories only once.
 
-`Run.log_probs` uses this module if training runs on a single CPU process and the model passes the
-check in `engine.self_check`. On a CPU, most of the time is spent in matmuls, and prefix sharing
-makes them smaller. In all other cases, `Run.log_probs` uses `engine.forward_passes`.
+`Run.log_probs` uses this module if training runs in a single process on a CPU and the model passes
+the check in `engine.self_check`. On a CPU, most of the time is spent in matmuls, and prefix sharing
+makes the matrices smaller. In all other cases, `Run.log_probs` uses `engine.forward_passes`.
 
 Trajectories are packed into a single sequence. For example, "a b c" and "a b d" share "a b":
 
@@ -11,8 +11,8 @@ Trajectories are packed into a single sequence. For example, "a b c" and "a b d"
     paths            [0, 1, 2]  and    [0, 1, 3]     indices into the packed sequence
 
 Most layers, such as MLPs, process each token independently, so they run on the packed sequence. An
-attention layer first unpacks the sequence into padded batches of trajectories. Then it computes
-attention, and packs the outputs into one sequence again.
+attention layer first unpacks the sequence into padded batches of trajectories. The layer then
+computes attention for each batch, and packs the outputs into one sequence again.
 
 Shapes: the packed sequence has N tokens. All trajectories together have A action tokens, which are
 predicted by K different packed tokens. An attention batch has T trajectories, padded to L tokens. V
@@ -44,8 +44,8 @@ def log_probs(
 
     Args:
         model: A causal language model with the attention implementation "prefix_sharing".
-        trajectories: The trajectories. Trajectories that follow each other in the list are packed
-            into the same forward pass, until the limit `tokens` is reached.
+        trajectories: The trajectories. Consecutive trajectories in the list are packed into the
+            same forward pass, until the limit `tokens` is reached.
         tokens: The maximum number of tokens in a forward pass. Tokens are counted before packing,
             so a shared prefix counts once for each trajectory.
         logits_processor: The same function as in `dpo.token_log_probs`.
@@ -58,14 +58,16 @@ def log_probs(
 
 
 def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Callable) -> Tensor:
-    """Computes the log-probabilities of `log_probs` in a single forward pass on all trajectories.
+    """Computes the log-probabilities of all action tokens, (A,), in a single forward pass.
+
+    The arguments are the same as those of the function `log_probs`.
     """
     ids, position_ids, paths = pack_prefix_tree(trajectories)
 
     # 1. Group trajectories of similar length into attention batches. The outputs of all batches
-    # will be concatenated. For each packed token, find an index where its output is in the
-    # concatenation. A shared token has several such indices, one per trajectory. Its output is the
-    # same in all trajectories, so we can use any of them.
+    # will be concatenated. For each packed token, find the index of its output in the
+    # concatenation. A shared token has several outputs, one per trajectory. These outputs are
+    # equal, so we can use the index of any of them.
     unpack_indices = []
     repack_index = [0] * len(ids)  # (N,)
     start = 0
@@ -77,8 +79,8 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
             start += indices.shape[1]
         unpack_indices.append(indices)
 
-    # 2. For each action token, find the packed token before it, which predicts it. One packed token
-    # may predict action tokens of several trajectories.
+    # 2. Find the packed token that predicts each action token: the previous token of its
+    # trajectory. One packed token may predict action tokens of several trajectories.
     predicting, targets = [], []  # (A,)
     for t, path in zip(trajectories, paths):
         for k, is_action in enumerate(t.action_mask):
@@ -101,14 +103,14 @@ def pack_prefix_tree(trajectories: list[Trajectory]) -> tuple[Ids, list[int], li
 
     Returns:
         Three lists: the packed token ids, (N,), the position id of each packed token, (N,), and the
-        path of each trajectory. The path of a trajectory is the list of the indices of its tokens
-        in the packed sequence.
+        path of each trajectory. A path contains the index of each token of the trajectory in the
+        packed sequence.
     """
     ids, position_ids = [], []
     paths = [[]] * len(trajectories)
     previous, path = [], []
     # In lexicographic order, it is enough to compare each trajectory with the previous one. No
-    # earlier trajectory has a longer prefix in common with it.
+    # earlier trajectory has a longer common prefix with the current trajectory.
     for n in sorted(range(len(trajectories)), key=lambda n: trajectories[n].ids):
         own = trajectories[n].ids
         shared = common_prefix_length(previous, own)
@@ -124,22 +126,22 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
            repack_index=None, **options):
     """Computes causal attention within each trajectory of a packed sequence.
 
-    If `unpack_indices` is None, the input is a normal batch, and the "sdpa" attention of
-    transformers is called instead.
+    If `unpack_indices` is None, the input is a normal batch. For a normal batch, this function
+    calls "sdpa", an attention function of transformers.
 
     Args:
         module: The attention layer.
         query, key, value: The queries, keys and values, (1, H, N, d) each. With grouped-query
             attention, keys and values have fewer heads than H.
         attention_mask: The attention mask of a normal batch. For a packed sequence, it is None.
-        unpack_indices: A list with one tensor for each attention batch, (T, L). It contains the
-            index of each token of the batch in the packed sequence.
+        unpack_indices: A list with one tensor for each attention batch, (T, L). Each entry of the
+            tensor is the index of a token in the packed sequence.
         repack_index: The index of each packed token in the concatenated outputs, (N,).
         options: Other arguments that transformers passes to attention functions.
 
     Returns:
-        The attention outputs, (1, N, H, d). The second value is None, where transformers expects
-        the attention weights.
+        A tuple of the attention outputs, (1, N, H, d), and None. transformers allows None in place
+        of the attention weights.
     """
     if unpack_indices is None:
         sdpa = AttentionInterface._global_mapping["sdpa"]
@@ -155,6 +157,6 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
     return torch.cat(outputs)[repack_index][None], None
 
 
-# Only the attention function is registered, but no mask function. transformers therefore does not
-# create an attention mask.
+# Only the attention function is registered. Without a registered mask function, transformers does
+# not create an attention mask.
 AttentionInterface.register("prefix_sharing", attend)

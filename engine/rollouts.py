@@ -1,4 +1,4 @@
-"""Rollouts: runs many episodes in parallel, and restarts an episode if its environment fails.
+"""Runs the episodes of rollouts in parallel, and restarts an episode if its environment fails.
 
 The function `play` runs the episodes. `Run.play` calls it with a local model as the agent.
 `lab/chat/evaluate.py` calls it with an agent behind an API.
@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from envs import EnvError, Environment, episode
 
-# If an environment fails, its episode is retried up to three times, after waiting this many
-# seconds. The last wait is long, because an environment server may need time to restart.
+# If an environment fails, its episode is retried up to three times. Each entry is the waiting time
+# before a retry, in seconds. The last wait is long, because an environment server may need time to
+# restart.
 WAITS = [0.5, 5.0, 25.0]
 
 
@@ -27,15 +28,16 @@ def play(
     """Runs one episode for each trajectory, and stores the episode in the trajectory object.
 
     Episodes run in rounds. In each round, the agent generates a batch of replies, one for each
-    running episode. Then all environments execute their replies in parallel threads.
+    running episode. Then each environment executes the reply of its episode, in parallel threads.
 
     Args:
         make_env: A function without arguments that creates an environment.
         encoder: An `engine.chat.Encoder`.
         trajectories: The trajectories to fill. Each has a task and a random seed.
-        generate: The agent. It is called as generate([(trajectory, rng)]), where `rng` is the
-            random number generator of the episode, and returns [(ids, log_probs)]. If it returns
-            None in place of a reply, the episode ends.
+        generate: A function that generates the agent's replies. It is called as
+            generate([(trajectory, rng)]) and returns [(ids, log_probs)]. `rng` is the random number
+            generator of the episode. If the list contains None instead of a reply, the episode
+            ends.
         slots: The maximum number of episodes that run in parallel.
         max_tokens: The context length of the agent, in tokens.
         ended: A callback that is called with each trajectory when its episode ends.
@@ -45,22 +47,22 @@ def play(
     """
     free = []      # environments that can be reused for a new episode
     waiting = trajectories[::-1]  # trajectories whose episodes have not started
-    running = []   # (environment, trajectory, episode), where the episode is a generator
+    running = []   # (environment, trajectory, episode), where the episode is a Python generator
     requests = []  # (trajectory, rng) of each running episode, the next input of `generate`
     threads = ThreadPoolExecutor(slots)
     try:
         while waiting or running:
-            # 1. The agent replies to all running episodes.
+            # 1. Generate the agent's reply in each running episode.
             replies = generate(requests) if requests else []
 
-            # 2. New episodes fill the free slots.
+            # 2. Create new episodes in the free slots.
             while waiting and len(running) < slots:
                 env = free.pop() if free else make_env()
                 t = waiting.pop()
                 running.append((env, t, episode_with_retries(env, encoder, t, max_tokens)))
                 replies.append(None)  # the first value sent to a Python generator must be None
 
-            # 3. Each environment executes the reply of its episode, or starts a new episode.
+            # 3. Execute each reply in the environment of its episode, and start the new episodes.
             episodes = [steps for _, _, steps in running]
             results = list(threads.map(advance, episodes, replies))
             unfinished = []
@@ -94,8 +96,8 @@ def advance(steps, reply):
 def episode_with_retries(env: Environment, encoder, t, max_tokens: int):
     """Runs `envs.episode`, and restarts it from the first turn if the environment fails.
 
-    A restarted episode uses the same task and the same random seed. It therefore repeats what
-    happened before the failure.
+    A restarted episode uses the same task and the same random seed. Therefore, the turns before the
+    failure are repeated with the same results.
 
     Raises:
         EnvError: The environment still fails after the last retry.

@@ -1,9 +1,9 @@
-"""Sampling: processes logits, samples tokens, and generates replies with `generate`.
+"""Samples tokens from processed logits, and generates replies with `generate`.
 
 `Sampler` defines the distribution that tokens are sampled from. `TokenSampler` samples one token
 for each reply of a batch. `generate_replies` generates whole replies with the `generate` method of
-transformers. It works for all models, while `engine.kv_cache` is faster, but does not support all
-models. Both use `TokenSampler`.
+transformers. `generate` works for all models. `engine.kv_cache` is faster, but does not support
+all models. Both `generate_replies` and `engine.kv_cache` use `TokenSampler`.
 
 Shapes: B replies are sampled together, and V is the vocabulary size. Log-probabilities are in nats.
 """
@@ -25,20 +25,20 @@ Sampled = tuple[Ids, list[float]]  # the token ids of a reply, and the log-proba
 class Sampler:
     """The distribution that an agent's tokens are sampled from.
 
-    It is softmax(logits / temperature), where the logits of suppressed tokens are set to -inf. With
-    the default arguments, it is the model's own distribution over its whole vocabulary.
+    The distribution is softmax(logits / temperature), and the logits of suppressed tokens are -inf.
+    With the default arguments, it is the model's own distribution over its whole vocabulary.
 
-    The log-probabilities in the GRPO loss also come from this distribution, so suppressed tokens
-    have no probability there. If they had one, it could only grow: GRPO decreases the probability
-    of sampled tokens with a negative advantage, which increases the probability of all other
-    tokens. Suppressed tokens are never sampled, so GRPO could not decrease their probability again.
+    The GRPO loss also uses this distribution, so suppressed tokens have a probability of 0 in the
+    loss. With the model's own distribution, their probability could only grow. GRPO decreases the
+    probability of sampled tokens with a negative advantage, and thereby increases the probability
+    of all other tokens. GRPO cannot decrease the probability of tokens that are never sampled.
 
     Args:
         temperature: The sampling temperature. If it is 0, decoding is greedy.
         suppressed_ids: The token ids that are never sampled, such as special tokens.
-        vocabulary_size: The number of token ids in use. If the model has more logits than this, the
-            extra ids are suppressed, too, unless `suppressed_ids` is empty. By default, all logits
-            are used.
+        vocabulary_size: The number of token ids in use. If the model has more logits than
+            `vocabulary_size`, the extra ids are suppressed, too, unless `suppressed_ids` is empty.
+            By default, all logits are used.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
@@ -46,8 +46,8 @@ class Sampler:
         self.temperature = temperature
         self.suppressed_ids = suppressed_ids
         self.vocabulary_size = vocabulary_size
-        # Cached tensors of all suppressed ids, by (device, V). Without the cache, each step would
-        # copy the ids to the GPU again, and each copy is a host-device synchronisation.
+        # Cached tensors of all suppressed ids, by (device, V). Without this cache, each sampling
+        # step copies the ids to the GPU again, and each copy is a host-device synchronisation.
         self.index = {}
 
     def process_logits(self, logits: Tensor) -> Tensor:
@@ -78,11 +78,11 @@ class Sampler:
 @dataclass
 class Reply:
     """A reply that is being sampled."""
-    # The random number generator of the episode. Each episode has its own generator, so that its
-    # random numbers do not depend on the other episodes in the batch.
+    # The random number generator of the episode. Each episode has its own generator, so the random
+    # numbers of an episode do not depend on the other episodes in the batch.
     rng: random.Random
     ids: Ids = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # one per token; empty at temperature 0
+    log_probs: list[float] = field(default_factory=list)  # of each id; empty at temperature 0
     done: bool = False
 
 
@@ -99,19 +99,19 @@ class TokenSampler:
         self.sampler = sampler
         self.encoder = encoder
         self.stops = stops
-        self.may_end = {}  # token id -> True if a stop string may end within this token
+        self.may_end = {}  # by token id: True if a stop string may end within the token
 
     def __call__(self, replies: list[Reply], logits: Tensor) -> Tensor:
         """Samples a token for each reply, and appends it to the reply unless the reply is done.
 
-        There is only one host-device synchronisation for the whole batch.
+        Each call has only one host-device synchronisation for the whole batch.
 
         Args:
             replies: The B replies.
             logits: The logits of the next token of each reply, (B, V).
 
         Returns:
-            The sampled token ids, (B, 1). For a reply that is done, this is the end-of-turn token.
+            The sampled token ids, (B, 1). Replies that are done get the end-of-turn token.
         """
         log_p = self.sampler.process_logits(logits).log_softmax(-1)               # (B, V)
         u = self.uniform(replies).to(log_p.device, non_blocking=True)             # (B, 1)
@@ -134,9 +134,9 @@ class TokenSampler:
     def uniform(self, replies: list[Reply]) -> Tensor:
         """Draws a uniform random number in [0, 1) for each reply.
 
-        No number is drawn for a reply that is done. If one were drawn, later turns of this episode
-        would depend on how long the other replies in the batch are. At temperature 0, no numbers
-        are needed, so none are drawn.
+        No number is drawn for a reply that is done. Otherwise the later turns of its episode would
+        depend on the lengths of the other replies in the batch. At temperature 0, no numbers are
+        drawn, because greedy decoding does not need random numbers.
 
         Returns:
             The random numbers, (B, 1). The value is -1 for replies that are done, and 0 for other
@@ -165,29 +165,30 @@ class TokenSampler:
         """Returns True if the last token of a reply completes a stop string.
 
         For speed, the reply is only decoded if the last token contains the last character of a stop
-        string. Few tokens do.
+        string. Few tokens contain such a character.
 
         Args:
             ids: The token ids of the reply so far.
         """
         last = ids[-1]
         if last not in self.may_end:
-            # A token may have only some bytes of a character. Then its text has the character
-            # U+FFFD (REPLACEMENT CHARACTER), and the token might complete any stop string.
+            # A token may contain only some bytes of a character. Its decoded text then contains
+            # U+FFFD (REPLACEMENT CHARACTER). Such a token might complete any stop string.
             text = self.encoder.decode([last])
             self.may_end[last] = any(s[-1] in text or "\N{REPLACEMENT CHARACTER}" in text
                                      for s in self.stops)
         if not self.may_end[last]:
             return False
-        # Each token of a stop string has at least one character, so a stop string of n characters
-        # has at most n tokens. Decoding the last n + 1 tokens is therefore enough.
+        # A stop string of n ASCII characters has at most n tokens, because each of its tokens has
+        # at least one character. The loop below decodes the last n + 1 tokens. The first of them is
+        # context, because some tokenizers remove a space at the start of a decoded text.
         return any(stop in self.encoder.decode(ids[-len(stop) - 1:]) for stop in self.stops)
 
 
 # ------------------------------------------------------------------------ replies by `generate`
 
-# Long sequences are prefilled in chunks of this many tokens. Without chunks, the attention mask
-# would need memory proportional to the square of the sequence length.
+# Long sequences are prefilled in chunks of this many tokens. Without chunks, the memory of the
+# attention mask grows with the square of the sequence length.
 PREFILL_CHUNK = 1024
 
 
@@ -238,8 +239,9 @@ def generate_replies(
 class SampledTokenProcessor(transformers.LogitsProcessor):
     """A logits processor that makes `generate` output the tokens sampled by a `TokenSampler`.
 
-    `generate` runs with greedy decoding. The processor samples a token for each reply, sets its
-    logit to 0 and all other logits to -inf. Greedy decoding then always chooses the sampled token.
+    `generate` runs with greedy decoding. The processor samples a token for each reply. It sets the
+    logit of this token to 0, and all other logits to -inf. Greedy decoding then always chooses the
+    sampled token.
     """
 
     def __init__(self, token_sampler: TokenSampler, replies: list[Reply]):

@@ -20,7 +20,7 @@ from engine.sampling import Sampler, TokenSampler, generate_replies
 # The largest error of a correct backend, in nats per token. In fp32, rounding causes errors of
 # 4e-5, and bugs cause errors of 0.012 or more.
 TOLERANCE = 1e-3
-SHORT_TOKENS = 24  # number of tokens in the shortest test sequence
+SHORT_TOKENS = 24  # maximum number of tokens in the short test sequence
 REPLY_TOKENS = 6   # number of tokens in a test reply
 # The backends for generation, from fastest to slowest. "kv_cache" keeps its KV cache across turns
 # (see `engine.kv_cache`). "batched" and "single" call the `generate` method of transformers, which
@@ -28,15 +28,15 @@ REPLY_TOKENS = 6   # number of tokens in a test reply
 # and "single" uses batch size 1.
 REPLY_BACKENDS = ("kv_cache", "batched", "single")
 # The backends for forward passes, which compute the log-probabilities of trajectories:
-# "prefix_sharing" (see `engine.prefix_sharing`), and "padded" for padded batches. If a model
-# supports neither of them, its forward passes use batch size 1.
+# "prefix_sharing" (see `engine.prefix_sharing`), and "padded" (see `engine.forward_passes`), which
+# uses padded batches. If a model supports neither backend, its forward passes use batch size 1.
 PASS_BACKENDS = ("prefix_sharing", "padded")
-# If a model does not support a backend, the model's code raises one of these errors. They do not
-# include errors of the disk or of the GPU driver.
+# If a model does not support a backend, the model's code raises one of these errors. Disk errors
+# (OSError) are not in the list, because they do not depend on the backend.
 MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 RuntimeError, TypeError, ValueError)
-# Errors of the GPU. They are subclasses of RuntimeError, which is in MODEL_ERRORS, so they have to
-# be caught first.
+# Errors of the GPU: it is out of memory, or its driver fails. They are subclasses of RuntimeError,
+# which is in MODEL_ERRORS. Therefore, MACHINE_ERRORS have to be caught before MODEL_ERRORS.
 MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -45,13 +45,13 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
     """Tests all backends with a model, and selects those that compute correct log-probabilities.
 
     The reference is a plain forward pass at batch size 1, without padding and without a KV cache. A
-    backend is correct if its log-probabilities are the same, up to TOLERANCE. Typical bugs are
-    models that attend to padding tokens, and models that compute wrong results with a KV cache or
-    for long sequences.
+    backend is correct if its log-probabilities differ from the reference by less than TOLERANCE.
+    Typical bugs are models that attend to padding tokens, and models that compute wrong results
+    with a KV cache or for long sequences.
 
     During the check, the model is in fp32, because rounding errors in bf16 would hide bugs. In
-    bf16, rounding changes the log-probability of a token by 0.04 to 0.06 nats, and some bugs change
-    it by less.
+    bf16, rounding changes the log-probability of a token by 0.04 to 0.06 nats. Some bugs change the
+    log-probability by less.
 
     Args:
         model: A causal language model. Its weights stay in fp32 after the check. Its attention
@@ -104,9 +104,9 @@ def backend_error(check: Callable) -> tuple[float, str]:
         check: A function without arguments that runs a backend and returns its numerical error.
 
     Returns:
-        The numerical error in nats per token, and an empty string. If the check raises one of
-        MODEL_ERRORS, the model does not support the backend. Then the numerical error is infinity,
-        and the string is the message of the exception.
+        A tuple of the numerical error, in nats per token, and an empty string. If the check raises
+        one of MODEL_ERRORS, the model does not support the backend. In this case, the numerical
+        error is infinity, and the string is the message of the exception.
     """
     try:
         return check(), ""
@@ -122,13 +122,14 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     """Creates three or four test sequences of random tokens.
 
     1. A long sequence, which has almost `longest` tokens.
-    2. Another long sequence that has the first third in common with sequence 1.
+    2. Another long sequence. Its first third is the same as in sequence 1.
     3. A short sequence of at most SHORT_TOKENS tokens.
-    4. A sequence of a third of `longest` tokens, because some bugs occur neither in long nor in
-       short sequences. It is left out if it is not longer than sequence 3.
+    4. A sequence of a third of `longest` tokens, because some bugs only occur at medium lengths.
+       This sequence is left out if it is not longer than sequence 3.
 
-    No other lengths are tested, because some models behave differently beyond a certain length. If
-    a sequence grew past this length during the check, a correct backend could seem to be wrong.
+    No other lengths are tested, because some models change their position embeddings beyond a
+    certain length (LongRoPE). If a test sequence grows beyond this length while its replies are
+    generated, even a correct backend may have a large error.
     """
     rng = random.Random(0)
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
@@ -142,7 +143,7 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
 def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
     """Returns the token ids that are suppressed during the check.
 
-    They include the end-of-turn token, so that all test replies have the full length.
+    The end-of-turn token is suppressed, too, so that all test replies have the full length.
     """
     return (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
 
@@ -150,9 +151,9 @@ def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
 def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, backend: str) -> float:
     """Returns the numerical error of a backend for generation.
 
-    The backend generates two replies to each test sequence, with random tokens as an observation in
-    between. The log-probabilities that the backend returns are compared with those of a plain
-    forward pass.
+    The backend generates two replies to each test sequence. Random tokens between the two replies
+    represent an observation. The log-probabilities that the backend returns are compared with the
+    log-probabilities of a plain forward pass.
 
     Args:
         model, encoder, longest: The same as in `select_backends`.
@@ -160,7 +161,7 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
         backend: The name of the backend, one of REPLY_BACKENDS.
 
     Returns:
-        The mean absolute error per token, in nats, of the sequence with the largest error.
+        The mean absolute error per token, in nats, for the sequence with the largest error.
     """
     sampler = Sampler(suppressed_ids=suppressed_ids(encoder))
     generate = make_generator(backend, model, TokenSampler(sampler, encoder, ()), len(sequences),
@@ -207,8 +208,8 @@ def make_generator(backend: str, model, token_sampler: TokenSampler, slots: int,
 def pass_error(model, sequences: list[Ids], passes: str) -> float:
     """Returns the numerical error of a backend for forward passes.
 
-    The backend computes the log-probabilities of all test sequences in a single forward pass. They
-    are compared with those of a plain forward pass for each sequence.
+    The backend computes the log-probabilities of all test sequences in a single forward pass. The
+    results are compared with a plain forward pass for each sequence.
 
     Args:
         model: A causal language model.
@@ -216,7 +217,7 @@ def pass_error(model, sequences: list[Ids], passes: str) -> float:
         passes: The name of the backend, one of PASS_BACKENDS.
 
     Returns:
-        The mean absolute error per token, in nats, of the sequence with the largest error.
+        The mean absolute error per token, in nats, for the sequence with the largest error.
     """
     trajectories = []
     for ids in sequences:
