@@ -63,9 +63,9 @@ from environments import ENVIRONMENTS
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent that a training method trains, for example the target.
+    """An agent that a training method trains, for example the target agent.
 
-    The agent's role determines its preference pairs and its loss. The agent's name does not.
+    Only the agent's role determines its preference pairs and its loss. The name can be any name.
     """
     name: str  # the agent's name in file names, tables and random seeds
     # "D_tgt" is the role of the target, with the pairs of Eq. (8) and the loss of Eq. (9).
@@ -452,8 +452,8 @@ def train_preferences(
 
     # App. B gives a range for the learning rate and a range for beta. As in ETO's scripts, we use
     # the first value of each range in iteration 1, and the last value in all later iterations.
-    # Eq. (9) has the weights lambda_DPO and lambda_SFT. If lambda_DPO is 1 and lambda_SFT is 0,
-    # Eq. (9) is the same as Eq. (7).
+    # The target is trained with Eq. (9), which has the weights lambda_DPO and lambda_SFT. All other
+    # agents are trained with Eq. (7), which is Eq. (9) with lambda_DPO = 1 and lambda_SFT = 0.
     lr = s.dpo_lr if i == 1 else s.dpo_lr_later
     beta = s.beta if i == 1 else s.beta_later
     lambda_dpo, lambda_sft = s.lambda_dpo, s.lambda_sft

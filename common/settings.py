@@ -153,7 +153,7 @@ class Setting:
     """The declaration of a setting, read from a field of a settings class."""
     name: str
     kind: object    # the type without the metadata of Annotated, for example float for Rate
-    marks: tuple    # the metadata of Annotated: Limits objects, FREE and GROWING
+    marks: tuple    # the metadata in Annotated: Limits objects and the markers FREE and GROWING
     default: object
     heading: str    # the --help heading under which the setting is listed
     comment: str    # the --help text

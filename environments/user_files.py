@@ -42,11 +42,10 @@ def text_in(value) -> str:
 
 def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Callable,
                must: str) -> dict[str, list]:
-    """Returns the splits of an environment, a dict {split: tasks}.
+    """Reads the task lists that ETO and IPR publish, and returns the splits, a dict {split: tasks}.
 
-    ETO and IPR publish task lists. Each list is a file with a name such as train_indices.json. If
-    the user gives the folder of these files (--split-file), each list replaces the tasks of one
-    split.
+    Each list is a file with a name such as train_indices.json. The user gives the folder of these
+    files with --split-file. Each list replaces the tasks of one split.
 
     Args:
         folder: The folder of the task lists, or None to return `rule` unchanged.

@@ -150,7 +150,8 @@ def build_root(visible: list[str], own: list[str], user: int | None) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
         call("mount", path, target, None, BIND, None)
-        # Keep the flag noexec, because a remount in a user namespace must not clear this flag.
+        # The remount must keep the flag noexec. In a user namespace, the kernel refuses a remount
+        # that clears this flag.
         no_exec = os.statvfs(path).f_flag & NO_EXEC
         flags = REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | no_exec
         call("mount", None, target, None, flags, None)

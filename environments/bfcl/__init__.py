@@ -24,7 +24,8 @@ class Options(environments.Options):
     bfcl_reward: Literal["all", "turns"] = "all"
 
     presets = {
-        # max_tokens is 16,384, because the opening of an episode has up to 29,000 characters.
+        # The opening messages of an episode have up to 29,000 characters, so an episode with its
+        # replies needs more tokens than the default of max_tokens.
         "": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
         # All episodes of the category "base" fit into 4,096 tokens. The longest reply of the
         # scripted expert fits into 128 tokens.

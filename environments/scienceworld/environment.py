@@ -331,8 +331,8 @@ def science_actions(gold: list[str]) -> list[str]:
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
     """Returns the scripted expert, a function that takes an observation and returns a reply.
 
-    The expert executes the simulator's solution with the changes of `science_actions`. For an
-    object, the expert uses the name in the observations.
+    The expert executes the simulator's solution, after `science_actions` has replaced some of its
+    actions. The expert calls each object by the name that it has in the observations.
 
     Args:
         gold: The simulator's solution, a list of actions.

@@ -215,7 +215,9 @@ def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[d
 
 
 def goal_for(rng: random.Random, item: dict, attributes: list[str], options: list[str]) -> dict:
-    """Returns a goal for a product or a family, without an instruction.
+    """Makes a shopping goal for a product or for a family of similar products.
+
+    The goal has all fields except the instruction, which is the text that the agent gets.
 
     Args:
         rng: Random number generator for the price limit.

@@ -158,7 +158,8 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
         names = [*runs.get(row["task"], {})]
         sides = {side: name_of(row[side]) for side in ("chosen", "rejected")}
         if not {*sides.values()} <= {*names}:
-            continue  # a trajectory of the pair is missing, because its file is being recomputed
+            # The trajectory file is being recomputed and does not have this trajectory yet.
+            continue
         measured = margins.get(name_of_pair(row), dict(first=None, last=None))
         row |= {side: names.index(name) for side, name in sides.items()}
         pairs[row["task"]].append(row | measured | dict(trains=recorded["trains"],

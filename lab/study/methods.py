@@ -181,7 +181,8 @@ def finished(folder: Path) -> Runs:
     first = {}  # setting -> (first run that uses the setting, value of the setting in this run)
     for arm in ARMS:
         paths = [file.parent for file in folder.glob(f"{arm}-s[0-9]*/result.json")]
-        # The settings that need not be equal: set by the arm, set by its method, or unused.
+        # The runs of a study must have equal settings. These settings are exceptions: the arm sets
+        # them, the preset of its method sets them, or its method does not use them.
         own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", ARMS[arm])}
         own |= Settings.presets.get(f"--method {method_of(arm)}", {}).keys()
         own |= settings_of(Settings).keys() - names_in(METHODS[method_of(arm)].reads)
