@@ -169,8 +169,8 @@ def of_pairs(evals: list[dict], compared: list[tuple[str, str]]) -> Table:
 
 
 def states(runs: Runs) -> Table:
-    """Returns a table of the runs to note: unfinished runs, and runs whose output files were edited
-    by the user."""
+    """Returns a table of the runs that need attention: unfinished runs, and runs whose output
+    files were edited by the user."""
     rows = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
