@@ -797,8 +797,8 @@ class Preferences:
     temperature: types.Temperature = 0.7
     # Number of epochs over the pairs of an iteration [App. B]
     dpo_epochs: types.Count = 3
-    # Number of optimiser steps of the target per iteration; 0 trains for --dpo-epochs instead
-    # [ours]
+    # Number of optimiser steps that train the target in each iteration. If it is 0, --dpo-epochs
+    # determines the number of steps [ours]
     dpo_steps: types.Whole = 0
     # Batch size: maximum number of pairs per optimiser step. All pairs of a task are in the same
     # batch, so that each trajectory needs only one forward pass. A task with more pairs than the

@@ -932,13 +932,13 @@ def begin_exploring(
 ) -> list[Explored]:
     """Returns empty trajectories, one for each episode that the explorer should play.
 
-    With signals, there are EXPLORER_EPISODES episodes for each picked signal. Without signals,
-    exploration is unguided. In this case there are `episodes_per_task` times --start-tasks
-    episodes, which cycle through the training tasks.
+    With signals, the explorer plays EXPLORER_EPISODES episodes for each of them. Without signals,
+    exploration is unguided: there are `episodes_per_task` times --start-tasks episodes, which cycle
+    through the training tasks.
 
     Args:
         run: The run.
-        signals: A list with the file of signals. The list is empty in unguided exploration.
+        signals: The file of the chosen signals, in a list. Unguided exploration has an empty list.
         episodes_per_task: The number of episodes per start task in unguided exploration.
         i: The number of the evolution.
     """

@@ -190,8 +190,8 @@ class CachedGenerator:
         n = max(map(len, new))
         ids, columns = [], []
         for slot, tokens in zip(slots, new):
-            # Padding tokens are on the left. They are stored in the last column of the cache, so
-            # their column index is -1.
+            # Padding tokens are on the left. Their keys and values go to the last column of the
+            # cache (index -1), which no token attends to.
             padding = n - len(tokens)
             start = len(slot.cached_ids)
             ids.append([0] * padding + tokens)

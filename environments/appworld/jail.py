@@ -48,9 +48,9 @@ DENIED = (
     ("add_key",), ("request_key",), ("keyctl",),
     # calls that use kernel interfaces with a large attack surface
     ("bpf",), ("perf_event_open",), ("userfaultfd",),
-    # calls that change resource limits. If the agent's code could set a low limit, the kernel would
-    # send SIGKILL to the process. This end would look like a kill from outside, and not like a
-    # failure of the agent's code. Calls that only read limits are allowed.
+    # calls that change resource limits. With a low limit, the agent's code could make the kernel
+    # kill its process with SIGKILL. The program would then see a failure of the machine, and not of
+    # the agent's code. Calls that only read limits are allowed.
     ("setrlimit",), ("prlimit64", 2, NOT_EQUAL, 0, 0))
 # Numbers of newer system calls, which are the same on all architectures. The filter makes all of
 # these calls fail with ENOSYS, so that libraries use older calls instead.

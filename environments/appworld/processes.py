@@ -1,4 +1,4 @@
-"""The client of the isolated processes that run AppWorld's episodes and judgements.
+"""Starts isolated processes, and runs AppWorld's episodes and their evaluation in them.
 
 The server, which forks these processes, is in child.py.
 """
@@ -20,7 +20,7 @@ from envs import EnvError
 # All limits are our choice.
 SECONDS = 20          # time limit of the code in one reply, in seconds
 MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
-GRACE_SECONDS = 5     # seconds from the time limit of the code until the process is killed
+GRACE_SECONDS = 5     # seconds that a process has to stop code that reached its time limit
 START_SECONDS = 900   # time limit for starting the server, a forked process or an episode
 JUDGE_SECONDS = 120   # time limit of a judgement, because it executes SQL saved by an episode
 MAX_ANSWER = 16 << 20  # maximum size of an answer in bytes, such as all changes of an episode

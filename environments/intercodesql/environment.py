@@ -261,7 +261,8 @@ def kendall_tau(a: list[str], b: list[str]) -> float:
     """
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
     concordant = 0  # number of concordant pairs minus number of discordant pairs
-    ties = 0        # number of tied pairs in x, and also in y, because both have the same texts
+    # Number of pairs of equal texts. It is the same in both orderings, which have the same texts.
+    ties = 0
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)

@@ -391,7 +391,11 @@ class Fault(NamedTuple):
         return "length" if is_long else ""
 
     def refuses(self, name: str) -> bool:
-        """Returns True if the error rejects the request field `name`, such as temperature."""
+        """Returns True if the error rejects a field of the request.
+
+        Args:
+            name: The name of the field, for example "temperature".
+        """
         if self.params:
             return any(re.search(rf"\b{name}\b", param) for param in self.params)
         close = rf"\b{name}\b.{{0,100}}{UNWANTED}|{UNWANTED}.{{0,100}}\b{name}\b"

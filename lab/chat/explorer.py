@@ -67,7 +67,7 @@ have to be written, that solve it from the start)."""
 WEAK = {"forgetting": "it solved this task before and no longer does",
         "boundary": "of several tries of one policy some succeed and some fail"}
 OBJECT = re.compile(r'\{\s*"')  # start of a JSON object
-# Start of a JSON object that is a proposed task, and not an action inside a proposal.
+# Start of a JSON object that proposes a task. The actions inside such an object do not match.
 PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 

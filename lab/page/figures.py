@@ -24,12 +24,12 @@ matplotlib.rcParams.update({
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
-# Metrics of a training step that are drawn, with the title of their panel. All methods log the
-# loss. The other metrics are logged only by GRPO.
+# The training metrics to draw, with the titles of their panels. All methods log the loss. Only GRPO
+# logs the other metrics.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
                 D="Tasks in D")
-# Metrics of a training step for each kind of preference pair, with the title of their panel. Each
-# kind of pair has its own curve.
+# The metrics of preference training to draw, with the titles of their panels. Each kind of
+# preference pair has its own curve.
 OF_PAIRS = dict(margin="Margin, nats", accuracy="Chosen above rejected")
 
 

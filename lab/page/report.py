@@ -87,7 +87,7 @@ def tables(run: Path) -> list[Table]:
     phases = phases_of(run)
     evals = evaluations(run, phases)
     evaluated = {row["output"] for row in evals}
-    kinds = defaultdict(list)  # name of a function -> records of its phases
+    kinds = defaultdict(list)  # the records of all phases that called a function, by its name
     total = Counter()
     for output, row in phases.items():
         if output not in evaluated:

@@ -120,8 +120,10 @@ def cell(x) -> str:
 
 
 def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
-    """Groups rows by the values of `keys`. Returns one tuple per group. It has the values of `keys`
-    and then, for each measure, its mean over seeds with the interval (see `interval`)."""
+    """Groups rows by the values of `keys`, and averages each measure over the seeds of a group.
+
+    Returns one tuple per group: the values of `keys`, and the `interval` of each measure.
+    """
     result = []
     for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
         where = dict(zip(keys, group))
@@ -226,7 +228,7 @@ def figure_3(runs: Runs, out: Path) -> Table:
     the mean distances."""
     found = numbers.distances_of(runs)
     rows = []
-    distances = {}  # agent -> the distances of all tasks, in all seeds
+    distances = {}  # for each agent, the mean distances between the failures of a task, all seeds
     for name, by_seed in found.items():
         distances[name] = list(itertools.chain(*(of_seed.values() for of_seed in by_seed.values())))
         of_seeds = [np.mean([*of_seed.values()]) for of_seed in by_seed.values() if of_seed]

@@ -55,8 +55,8 @@ COMPARED = [
     # of second agent.
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
-    # These pairs show the effect of --failure-plays after, with which the failure agent learns
-    # before it plays for the target, and the effect of a single rollout per task.
+    # These pairs show two effects: of a failure agent that learns before it plays for the target
+    # (--failure-plays after), and of a single rollout per task.
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
     ("coevolve-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
