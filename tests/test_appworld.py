@@ -489,18 +489,16 @@ def test_a_missing_package_or_an_unusable_path_is_refused(monkeypatch, tmp_path)
 @pytest.fixture(scope="module")
 def env():
     """The small AppWorld; skips if the package is missing or the machine cannot isolate processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "SECONDS", 3)
-        try:
-            env = make("appworld")
-            env.reset(env.tasks("train")[0])
-        except UsageError as error:
-            pytest.skip(str(error))
-        yield env
-        env.close()
-        for server in processes._servers.values():
-            server.end()
-        processes._servers.clear()
+    try:
+        env = make("appworld")
+        env.reset(env.tasks("train")[0])
+    except UsageError as error:
+        pytest.skip(str(error))
+    yield env
+    env.close()
+    for server in processes._servers.values():
+        server.end()
+    processes._servers.clear()
 
 
 def of_family(env, split: str, family: str) -> str:
@@ -549,7 +547,7 @@ PROBES = {
     "len(bytearray(6 * 10 ** 9))": "MemoryError",
     "get_ipython().getoutput('id')": "not permitted|Error|\\[\\]|None",
     "'a' * 10 ** 7": "^a{{20000}}$",
-    "all(True for _ in iter(int, 1))": "timed out after 3 seconds",
+    "all(True for _ in iter(int, 1))": "timed out after 20 seconds",
 }
 
 
