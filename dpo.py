@@ -67,7 +67,7 @@ class Trajectory:
     # Log-probabilities of the sampled tokens, as recorded by the sampler. They are used only for
     # logging.
     log_probs: list[float] = field(default_factory=list)
-    reward: float = 0.0              # in [0, 1], or in [-1, 1] with the protocol of ETO
+    reward: float = 0.0              # reward in [0, 1]; in [-1, 1] with --protocol eto
     raw_reward: float | None = None  # reward before clipping, or None if there is no clipping
     turns: int = 0                   # number of replies
     idle: int = 0                    # number of replies that changed nothing in the environment

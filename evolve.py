@@ -440,7 +440,7 @@ def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory
     Args:
         run: The run.
         model: The policy.
-        row: The plan of the step, {step, tasks}.
+        row: The number of the step and the list of its tasks, {step, tasks}.
         make_env: A function that makes an environment with all tasks of D.
 
     Returns:
@@ -471,7 +471,7 @@ def train_step(
         model: The policy.
         pi_ref: The reference model.
         optimizer: The AdamW optimiser of the policy.
-        row: The plan of the step, {step, tasks}.
+        row: The number of the step and the list of its tasks, {step, tasks}.
         trajectories: All trajectories of the step.
 
     Returns:
@@ -515,15 +515,15 @@ def log_line(
 
     Args:
         run: The run.
-        row: The plan of the step, {step, tasks}.
+        row: The number of the step and the list of its tasks, {step, tasks}.
         trajectories: All trajectories of the step.
         groups: The task groups that the policy was trained on.
         updates: The lines that `dpo.train` yielded, one for each minibatch.
         too_long: The number of trajectories that filled the context.
 
     Returns:
-        The line as a dict. The entry `far` exists only if d exceeded MAX_LOG_RATIO at some tokens,
-        see `grpo_loss`.
+        The line as a dict. The entry `far` exists only if log pi_ref exceeded log pi by more than
+        MAX_LOG_RATIO at some tokens (see `grpo_loss`).
     """
     scored = summarise(trajectories, run.settings.hard_threshold)
     # Sum log pi_old - log pi_ref over all tokens that the policy was trained on. This sum, divided
@@ -1200,12 +1200,12 @@ class NewTasks(Grpo):
 @dataclass(frozen=True)
 class Evolution(NewTasks, types.Stated):
     """Signals that guide exploration, and the growth of D"""
-    # The kinds of signals that guide exploration, separated by commas [summary]
+    # The kinds of weakness signals that guide exploration, separated by commas [summary]
     signals: SignalNames = ",".join(SIGNALS)
     # The minimum number of episodes in a segment that contain a rare action pattern; patterns in
     # fewer episodes are ignored [summary; notes: 2]
     rare_min: types.Count = 1
-    # The maximum number of signals of each kind that are picked for exploration [ours]
+    # At most this many randomly chosen signals of each kind are explored per evolution [ours]
     picks: types.Count = 8
     # The tasks that the agent explores: those that the chosen signals name ("signals"), or equally
     # many random tasks of the task set ("random") [summary; random: notes]

@@ -103,7 +103,7 @@ def differing_settings(before: dict, now: dict) -> dict[str, str]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies an output, which is a file or the folder of an agent."""
+    """Copies one output of a run. An output is a file, or a folder with an agent's model."""
     remove(target)  # an interrupted copy may have left an incomplete target
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():

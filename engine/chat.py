@@ -371,7 +371,7 @@ class Template:
     before_observation: str  # \n<|im_start|>user\n
     after_observation: str   # <|im_end|>\n<|im_start|>assistant\n, with generation prompt
     end_token: str           # <|im_end|>, the end-of-turn token of a reply
-    opening: str             # an example of an opening; its only message is "CONTENT"
+    opening: str             # example of a rendered prompt with the single message "CONTENT"
     keeps_whitespace: bool   # True if the template keeps the outer whitespace of replies
     special_tokens: list[str]  # the tokenizer's special tokens, and the template's turn markers
 
@@ -399,7 +399,8 @@ class Template:
         closing = self.render([user, assistant], add_generation_prompt=False).split(mark)[-1]
         changes = ("its chat template changes a message once it is answered; use an Instruct model "
                    "that does not think")
-        if len(pieces) != 4:  # text before, between and after the three messages
+        # Three messages split the text into four pieces: before, between and after the messages.
+        if len(pieces) != 4:
             self.refuse(changes)
         special_tokens = self.special_tokens_in("".join([*pieces, closing]))
         self.special_tokens = sorted(special_tokens)

@@ -78,9 +78,8 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # Each dict in `files` maps file names to hashes. A file may have an entry in only one of the
-    # two dicts. If both versions have the same commit, the version without the entry has the
-    # committed file. If the commits differ, the version without the entry does not have the file.
+    # A file may have a hash in only one of the two dicts in `files`. With equal commits, the other
+    # version has the file as it was committed. With different commits, it does not have the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 

@@ -241,7 +241,8 @@ class KVCacheLayer(CacheLayerMixin):
 
     def __init__(self, generator: CachedGenerator):
         super().__init__()
-        self.generator = generator  # the generator's attributes describe the forward pass
+        # The generator has the shape of the cache, and the columns of the current forward pass.
+        self.generator = generator
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         rows, columns = self.generator.shape

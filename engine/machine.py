@@ -355,9 +355,9 @@ def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
     """
     # The estimate assumes that the attention scores are stored. In fp32 on CUDA, grouped-query
     # attention without a mask has no fused kernel: FlashAttention does not support fp32, and the
-    # memory-efficient kernel of torch does not support grouped-query attention. The factors are 3
-    # sequences in a batch, 3 tensors of scores per head, and 4 bytes per score.
-    scores = 3 * 3 * ModelSizes(config).heads * tokens ** 2 * 4
+    # memory-efficient kernel of torch does not support grouped-query attention.
+    sequences, copies, bytes_per_score = 3, 3, 4
+    scores = sequences * copies * ModelSizes(config).heads * tokens ** 2 * bytes_per_score
     return 4 * parameters + scores < FREE * free
 
 

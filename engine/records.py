@@ -148,7 +148,7 @@ def check_names(run, trajectories: list[Trajectory]) -> None:
         run: The run. The names of the new trajectories are added to its `ids_by_name`.
         trajectories: The trajectories that the current phase is going to write.
     """
-    # Read the names in outputs of an earlier process, because they are not in memory yet.
+    # An earlier process may have written some outputs. Read the names of their trajectories.
     for output in run.done.keys() - run.ids_by_name.keys():
         run.ids_by_name[output] = read_ids_by_name(run.folder / output)
     seen = {}  # name -> (ids, output)

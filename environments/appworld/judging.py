@@ -42,7 +42,8 @@ class Judge:
     def __init__(self, python: str, root: Path):
         self.python = python
         self.root = root
-        self._traces = {}  # maps each task made in training to the trace of the task's solution
+        # For each task that was made during a run, the recorded calls of its solution (a Trace)
+        self._traces = {}
 
     def start_episode(self, task: dict) -> Episode:
         return Episode(server(self.python, self.root), task["start"], task.get("text"))

@@ -141,7 +141,7 @@ def problem(call: dict) -> str | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM
     for key in ("exponent", "precision", "decimal_places"):
-        # Ignore a value that is not a number, because the simulator returns an error for the value.
+        # If a value is not a number, the simulator itself returns an error message to the agent.
         with suppress(TypeError, ValueError, OverflowError):
             if abs(int(arguments.get(key))) > MAX_PRECISION:
                 return f"{key} must be a number of at most {MAX_PRECISION}"

@@ -261,7 +261,7 @@ def states_all(task: dict) -> bool:
     - a message of the user, in this turn or an earlier turn
     - the documentation of the argument
     - the start state of the simulators
-    - the result of a call without arguments of any function
+    - the result of any function when it is called without arguments
     - the result of an earlier call in the solution
     """
     documents = functions(task["start"])

@@ -387,8 +387,10 @@ _TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", r
 
 
 def _without_case(script: str) -> str:
-    """Adds COLLATE NOCASE to the text columns of a script, because MySQL ignores case when it
-    compares texts."""
+    """Makes the text columns in an SQL script case-insensitive, by adding COLLATE NOCASE to them.
+
+    MySQL ignores case when it compares texts. With this collation, sqlite does the same.
+    """
     def table(match):
         return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", match[0])
     return re.sub(r"CREATE TABLE [^;]*", table, script, flags=re.I)

@@ -23,8 +23,8 @@ THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".spl
 SITES = "town school museum farm harbor hotel island valley market castle station park".split()
 HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
 
-# This dict maps the kind of a table to (name of the label column, numeric concepts, text concepts).
-# Each concept is a list of its names.
+# The columns of each kind of table: (name of the label column, numeric columns, text columns). Each
+# numeric or text column has several possible names.
 CONCEPTS = {
     "people": ("name", [["age", "years"], ["salary", "pay", "wage"], ["score", "points", "marks"]],
                [["country", "nation", "homeland"], ["grade", "rank", "level"]]),
@@ -93,7 +93,7 @@ class SQLData:
 
 
 def draw_database(rng: random.Random, nouns: set) -> list[Table]:
-    """Draws the tables of a random database, with the table of sites first.
+    """Generates the tables of a random database. The table of sites comes first.
 
     Args:
         rng: Random number generator.

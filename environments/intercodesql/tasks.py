@@ -1,7 +1,8 @@
 """Makes new questions about the generated databases from the queries of an episode.
 
-The file questions.py defines question families. If a query matches a family, the question in words
-is generated from this family. Otherwise, an explorer model has to write the question.
+The file questions.py defines question families, which are templates of questions and their queries.
+If a query matches a template, its question is generated from the template. Otherwise, an explorer
+model has to write the question.
 """
 
 import random

@@ -139,8 +139,8 @@ def shop_data() -> ShopData:
 
 
 def _family(rng, name, attributes, colours, held_out):
-    # Each type has eight colours. Four of them are `own_colours`, the colours that goals of this
-    # family request. The twins with the wrong colours have the other four colours.
+    # A product type has eight colours. Goals of this family request only four of them,
+    # `own_colours`. Near-duplicate products that do not fit a goal have the other four colours.
     own_colours = rng.sample(colours, 4)
     price = rng.choice([p for p in range(15, 70) if p % 10])
     title = " ".join([*attributes, name]).title()

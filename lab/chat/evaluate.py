@@ -189,7 +189,7 @@ class Text:
 
 
 class Player:
-    """Plays episodes with the replies of a chat endpoint."""
+    """Plays episodes in which a model at a chat endpoint is the agent."""
 
     def __init__(self, run: Run):
         s = run.settings

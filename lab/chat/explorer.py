@@ -88,9 +88,11 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: lis
 
 @by_one_rank
 def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
-    """Sends each picked signal to the endpoint, with the conversations that are its evidence, and
-    writes the endpoint's interpretations. If a reply cannot be parsed, our own description of the
-    signal (see `weakness`) is written instead."""
+    """Asks the endpoint to interpret each chosen signal, and writes the interpretations.
+
+    A request contains the signal and the conversations in which it was found. If a reply cannot be
+    parsed, our own description of the signal is written instead (see `weakness`).
+    """
     picks = evolve.picks_of([signals])
     prompts = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
     replies, usage = ask_all(run, prompts)
@@ -283,7 +285,7 @@ class Explorer(evolve.Evolution, Stated):
     # Explorer: "policy" (the agent itself) or the address of a chat endpoint, such as
     # https://host/v1 [ours; D: Qwen3-Max]
     explorer: Who = "policy"
-    # Name of the explorer's model at its endpoint [none]
+    # Model name that is sent to the explorer's endpoint; an explorer at an endpoint needs it [none]
     explorer_model: Optional[str] = None
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:

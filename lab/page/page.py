@@ -144,10 +144,10 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
 
     Args:
         pairs: The pairs of each task.
-        runs: The trajectories of each task, which the page's data calls runs. In an added pair,
-            `chosen` and `rejected` are indices into the task's trajectories.
-        run: The folder of the training run.
-        recorded: The record of the phase that wrote the pairs file.
+        runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
+            into the task's trajectories.
+        run: The folder that contains the pairs file.
+        recorded: The entry of phases.json for the phase that wrote the pairs file.
 
     The keys `first` and `last` of an added pair are its log-probabilities and margin in the first
     and last training step that used the pair. They are None if no step has used it.

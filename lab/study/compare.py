@@ -140,8 +140,9 @@ def leads(
 ) -> list[tuple]:
     """Computes the differences a - b between pairs of arms, on the seeds that both arms have.
 
-    Returns one tuple per pair (a, b) and value of `key`: the text "a - b", the value, and the
-    difference in each measure (see `paired`).
+    If `key` is "split", for example, there is one difference per split. Returns one tuple per pair
+    of arms and value of `key`: the text "a - b", the value, and for each measure the difference
+    (see `paired`).
     """
     result = []
     for (a, b), group in itertools.product(compared, dict.fromkeys(row[key] for row in rows)):

@@ -39,8 +39,9 @@ FIRST = {
     "rft": "--method rft",
     "dart": "--method dart",
     "ppo": "--method ppo"}
-# The arms of the second system, evolve.py: GRPO, evolution, and controls of evolution. A study of
-# these arms should include "sft", because the report compares them with it.
+# The settings of each arm of the second system, evolve.py: GRPO, evolution, and control experiments
+# for evolution. A study of these arms should include the arm "sft", because the report compares
+# each of them with it.
 SECOND = {
     "grpo": "--method grpo",
     "evolve": "--method evolve",
