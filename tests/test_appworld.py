@@ -133,10 +133,10 @@ def test_an_isolated_process_reaches_nothing_and_ends_with_its_parent(user):
 
 
 def gone(found) -> bool:
-    return all(ended(process) for process in found)
+    return all(has_ended(process) for process in found)
 
 
-def ended(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     """Returns True if a process has ended. It may end between the two calls."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

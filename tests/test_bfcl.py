@@ -365,6 +365,24 @@ def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
     assert "beyond 5000 paths" in step.observation and env.step("next").reward == 0
 
 
+def test_numbers_as_text_have_the_result_of_the_package():
+    tried = 0
+    for key, task in all_tasks():
+        calls = [dict(name=call["name"], arguments={
+            name: str(value) if type(value) in (int, float) else value for name, value in call["arguments"].items()})
+            for turn in task["calls"] for call in turn]
+        if calls == sum(task["calls"], []):
+            continue
+        forget()
+        row, ours = ROWS[package_id(key)], Simulators(task["start"])
+        results, _ = package.execute_multi_turn_func_call(
+            [as_python(call) for call in calls], row["initial_config"], row["involved_classes"], "m", row["id"],
+            long_context="long_context" in row["id"])
+        assert [ours.run(call) for call in calls] == results, key
+        tried += 1
+    assert tried == 560
+
+
 def test_a_reply_without_a_known_call_is_idle():
     env = make("bfcl", "short")
     env.reset(FILES)

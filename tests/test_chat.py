@@ -279,12 +279,13 @@ def test_waits_grow_whatever_an_endpoint_asks_for(call):
 
 
 HALF = "half an ans"
-PASSING = [  # transient errors: of the connection, in the status, and in a response
+PASSING = [  # transient errors, as a fault or in a response of the endpoint
     None, "cut", (503, "no", {}), (200, "half a", {}), (200, "[" * 100_000, {}), (200, '{"choices": []}', {}),
     (200, '{"error": "we are sorry"}', {}), answer(content=HALF, finish_reason="abort"),
     answer(content=HALF, error=dict(message="late", code=502)), answer(content=dict(text=HALF)),
+    answer(content="", finish_reason="network_error"),
     choice(finish_reason="stop", error="overloaded", message=dict(content=HALF)),
-    choice(finish_reason="stop", text=HALF)]
+    choice(finish_reason="stop", message=None), choice(finish_reason="stop", text=HALF)]
 
 
 def test_transient_errors_are_retried_and_the_last_one_is_raised(call):
@@ -307,9 +308,10 @@ def test_a_permanent_error_is_one_line_without_the_key(call):
 
 
 REFUSED = [
-    answer(content=HALF, finish_reason="content_filter"), answer(content=None, finish_reason="OTHER"),
-    answer(content=[dict(type="refusal", refusal="no")]),
-    (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (451, "no", {}),
+    answer(content=None, finish_reason="content_filter"), answer(content=HALF, finish_reason="content_filter"),
+    answer(content=None, refusal="I cannot help with that"),
+    answer(content=[dict(type="refusal", refusal="no")]), answer(content=None, finish_reason="OTHER"),
+    (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (403, "flagged", {}), (451, "no", {}),
     answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))], finish_reason="tool_calls"),
     answer(content=None, function_call=dict(name="ls"))]
 PART = dict(type="reasoning", text="so")
@@ -416,22 +418,33 @@ def test_reasoning_and_end_tokens_are_removed_from_a_reply(call):
 
 # ------------------------------------------------------------------------- lengths and parameters
 
-TOO_LONG = [  # one message for each alternative of the pattern
+TOO_LONG = [  # messages of providers, one for each part of the pattern; several are from public reports
     "This model's maximum context length is 4096 tokens. However, you requested 5048 tokens",
+    "This model's maximum prompt length is 131072 but the request contains 537812 tokens",
     "Please reduce the length of the messages or completion. Current length is 9 while limit is 8",
-    "the input token count is 105 but model only supports up to 100", "Prompt exceeds max length",
-    "max_tokens must be at least 1, got -204.", "Invalid 'messages[1].content': string too long"]
+    "the request exceeds the available context size, try increasing it", "Prompt exceeds max length",
+    "too many tokens: total number of tokens in the prompt cannot exceed 4081",
+    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000",
+    "Range of input length should be [1, 30720]", "Input is too long for requested model.",
+    "the input token count is 105 but model only supports up to 100. Reduce the input token count",
+    "max_tokens must be at least 1, got -204.", "Invalid 'messages[1].content': string too long",
+    '{"code": "context_length_exceeded"}', "{'type': 'exceed_context_size_error', 'code': None}"]
 NOT_LONG = [  # (status, text, tries)
     (413, "Request too large for m on tokens per minute (TPM): Limit 6000, Requested 6627", 1),
-    (400, "Unknown parameter: 'context_window'.", 1), (400, "Invalid 'user': string too long", 1),
-    (400, "prompt must be at least 1 token long", 1), (503, "The request queue is too long", 8)]
+    (400, "Token quota exceeded", 1), (400, "Request contains an image too large to process", 1),
+    (400, "Unknown parameter: 'context_window'.", 1), (400, "request header too long", 1),
+    (400, "prompt must be at least 1 token long", 1), (400, "'aa' is too long - 'messages.1.name'", 1),
+    (429, "Throttling error: Too many tokens, please wait before trying again.", 8),
+    (503, "The request queue is too long", 8), (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
 
 
 QUOTE = "message is longer than the maximum, and temperature should only be 1"
 JUDGED = [  # (the body of an error, ContextFull or NotAnswered): code, then type, param, message
     (dict(message=QUOTE, code="content_filter", param="prompt"), NotAnswered),
     (dict(message=QUOTE, code=400, innererror=dict(code="ResponsibleAIPolicyViolation")), NotAnswered),
+    (dict(message=QUOTE, type="content_policy_violation", code=None), NotAnswered),
     (dict(message=QUOTE, code="insufficient_quota"), NotAnswered),
+    (dict(message="no", code="context_length_exceeded"), ContextFull),
     (dict(message="no", code="400", type="exceed_context_size_error"), ContextFull),
     (dict(message=QUOTE, param="user"), NotAnswered), (dict(message=f"Our policy: {QUOTE}"), NotAnswered),
     *((dict(message=f"We reject {opens}{QUOTE}{closes}!", type="BadRequestError", code=400), NotAnswered)
@@ -457,6 +470,19 @@ def test_an_error_that_quotes_the_prompt_is_classified_by_its_code_first(call):
 
 
 DETAILS = "completion_tokens_details"
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_request_that_is_refused_in_any_turn_is_handled_by_refused(endpoint, run, turn):
+    refusal = 400, json.dumps(dict(error=JUDGED[0][0])), {}
+    endpoint.answer = lambda messages: "x"
+    endpoint.faults = [False] * turn + [refusal]
+    with pytest.raises(envs.EnvError, match="^guess-test-0: .*--refused zero"):
+        run()
+    endpoint.faults = [refusal]
+    r = run("--refused", "zero")
+    assert [(e["ended"], e["turns"]) for e in rows_of(r)] == [("refused", turn), *[("turn_limit", 3)] * 3]
+    assert numbers_of(r)["refused"] == 1
 
 
 @pytest.mark.parametrize("content, usage, tokens", [  # context tokens, by hand
@@ -528,12 +554,17 @@ def test_errors_of_length_are_recognised_in_any_wording(call):
 RENAMED = "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead."
 FIELDS = [  # (refusals, the fields that are sent after them)
     *(([text], "max_tokens") for text in (
+        "Unsupported value: 'temperature' does not support 0 with this model.",
         "`temperature` is deprecated for this model.",
-        '{"detail": [{"loc": ["body", "temperature"], "msg": "Extra inputs are not permitted"}]}',
-        '{"error": {"message": "Unsupported parameter", "param": "temperature"}}')),
+        '{"detail": [{"type": "extra_forbidden", "loc": ["body", "temperature"], "msg": "Extra inputs '
+        'are not permitted", "input": 0}]}',
+        '{"error": {"message": "Unsupported parameter", "param": "temperature"}}',
+        "temperature: Input should be less than or equal to 1")),
+    (["Unrecognized request argument supplied: max_tokens"], "temperature"),
     (["unexpected: temperature", "model m does not accept max_tokens"], ""),
     ([RENAMED], "temperature max_completion_tokens"),
-    ([RENAMED, "max_completion_tokens is not supported"], "temperature")]
+    ([RENAMED, "max_completion_tokens is not supported"], "temperature"),
+    ([RENAMED, "temperature: unknown"], "max_completion_tokens")]
 
 
 def test_a_rejected_field_is_left_out_of_later_requests(endpoint, call, capsys):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -30,6 +31,8 @@ from engine import branch, code, command, models, run, tracking
 from engine.records import write
 from environments import environment
 from envs import EnvError
+from lab import __main__ as whole_program
+from lab.page import page
 
 KILLED_RUNS = int(os.environ.get("KILLED_RUNS", 1))
 FF = "failure>failure"
@@ -275,6 +278,13 @@ def text(r, out, *inputs, found=(), **values):
     return dict(found)
 
 
+def test_a_phase_may_return_numbers_of_numpy_and_torch(bare):
+    found = dict(a=np.float32(0.5), b=np.int64(3), c=torch.tensor(2.0), d=[np.bool_(True)])
+    bare.once("a.jsonl", lambda r, out: text(r, out, found=found))
+    row = read_json(bare.folder / "phases.json")["a.jsonl"]
+    assert {name: row[name] for name in found} == dict(a=0.5, b=3, c=2.0, d=[True])
+
+
 @pytest.mark.parametrize("phase, inputs, values, says", [
     (lambda r, out: None, (), {}, "it returned None; return a dict of numbers"),
     (lambda r, out: 3, (), {}, "it returned 3; return a dict"),
@@ -432,6 +442,17 @@ def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
     other = ("--out", tmp_path / "other", "--branch", f"{out}@iter1/target-agent")
     toy_run(*other, *own)
     assert contents(tmp_path / "other")[0] == contents(out)[0]
+
+
+def test_a_branch_names_settings_that_only_one_of_the_runs_has(toy_run, toy, tmp_path, capsys):
+    config = tmp_path / "other/config.json"
+    shutil.copytree(toy[0], config.parent)
+    settings = read_json(config)["settings"]
+    del settings["cut_turns"]
+    write_json(config, read_json(config) | dict(settings=settings | dict(mine=3)))
+    toy_run("--branch", f"{config.parent}@iter1/target-agent")
+    said = capsys.readouterr().out
+    assert "other settings: cut_turns (- -> 5), mine (3 -> -); " in said
 
 
 @pytest.mark.parametrize("branch, says", [
@@ -597,18 +618,33 @@ def test_an_error_of_the_machine_is_a_line_with_a_remedy(error, says, toy_run, m
     assert says in line and ("Fix this" in line) == ("Fix this" in says)
 
 
-def test_the_closing_lines_have_the_result_and_commands_that_can_be_pasted():
-    rows = {f"eval-{i}-target-{split}.jsonl": dict(
-        split=split, name="target", episodes=9, reward=0.25 + i / 2, success=i / 4, seconds=50.0)
-        for i in (0, 1) for split in ("test", "unseen")}
+def test_a_page_that_cannot_be_written_ends_the_run_in_a_line(toy_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "make_page", fails_with(OSError(28, "No space left on device")))
+    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
+    assert refusal(toy_run, *SFT).endswith(f"make room on the disk{RESUME}")
+    assert (tmp_path / "run/result.json").exists()
+
+
+def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal():
+    """The run has two agents and two splits. Its commands can be pasted, also with spaces in paths."""
+    rows = {f"eval-{i}-{name}-{split}.jsonl": dict(
+        split=split, name=name, episodes=9, reward=0.25 + i / 2, success=i / 4, seconds=50.0)
+        for i in (0, 1) for name in ("target", "failure") for split in ("test", "unseen")}
     done = SimpleNamespace(folder=Path("my runs/a"), settings=coevolve.Settings(),
                            done={"iter1/target-agent": dict(seconds=600.4)} | rows)
-    assert command.closing_lines(done, "") == [
-        "\nmy runs/a: coevolve on webshop, model tiny, seed 0",
+    lines = command.closing_lines(done, "my runs/a/run.html, 0.4 MB: open it in a browser")
+    assert "\n".join(lines).splitlines() == [
+        "", "my runs/a: coevolve on webshop, model tiny, seed 0",
         "target, test: reward 0.250 -> 0.750, success 0% -> 25%; "
         "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
-        "800 s in all", "bash run.sh page 'my runs/a'", "bash run.sh compare 'my runs/a' OTHER_RUN",
+        "failure, test: reward 0.250 -> 0.750, success 0% -> 25%; "
+        "unseen: reward 0.250 -> 0.750, success 0% -> 25%",
+        "1,000 s in all",  # 8 x 50 + 600.4
+        "my runs/a/run.html, 0.4 MB: open it in a browser",
+        "bash run.sh compare 'my runs/a' OTHER_RUN",
         "bash run.sh play webshop --agent 'my runs/a'"]
+    assert sum(-(-max(1, len(line)) // 80) for line in "\n".join(lines).splitlines()) == 10
+    assert "bash run.sh page 'my runs/a'" in command.closing_lines(done, "")  # without a page
 
 
 @pytest.mark.parametrize("flags, status", [

@@ -74,6 +74,6 @@ def test_a_group_that_exceeds_a_forward_pass_is_planned_as_a_whole(group, ranks,
     needed = sum(training_bytes(config, 1e9, ranks, 4096, False)) / machine.FREE
     monkeypatch.setattr(machine, "free_memory", lambda: needed + 1e9)
     monkeypatch.setattr(machine, "check_memory", lambda *_: None)
-    own = SimpleNamespace(device=SimpleNamespace(type="cuda"), ranks=ranks, shard=True, tokens_per_forward=4096)
+    own = SimpleNamespace(device=SimpleNamespace(type="cuda"), ranks=ranks, tokens_per_forward=4096)
     machine.Machine.plan(own, settings, config, 1e9, False, group)
     assert own.recompute == on

@@ -5,7 +5,9 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ended, fork, wait_until
+from conftest import LIMIT, ended, fork, wait_until
 from safetensors.torch import save_file
 from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
@@ -371,18 +373,36 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     assert not psutil.wait_procs(family, timeout=300)[1]
 
 
-def test_a_run_starts_after_those_whose_steps_it_takes(tmp_path, monkeypatch):
-    events = []
+def test_runs_are_concurrent_but_start_after_those_whose_steps_they_take(tmp_path, monkeypatch):
+    two, events, futures, fails = threading.Barrier(2), [], [], True
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *work):
+            futures.append(super().submit(*work))
+            return futures[-1]
 
     def launch(env, words, log):
         name = Path(words[-1]).name
         events.append(f"{name} begins")
-        time.sleep(0.1)
+        if fails:
+            two.wait(LIMIT)  # neither run can end alone
+        if fails and name == "eto-s3":
+            raise UsageError("eto-s3 ended with status 2")
+        if fails:
+            wait_until(lambda: any(future.done() for future in futures), "eto-s3 to fail")
+        else:
+            time.sleep(0.1)
         events.append(f"{name} ends")
 
     monkeypatch.setattr(study, "launch", launch)
+    monkeypatch.setattr(study, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(methods, "taken_from",
                         lambda run: events.append(f"{run.name} is read") or dict(steps=7))
+    with pytest.raises(UsageError, match="eto-s3 ended with status 2"):
+        study.make_runs("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
+    # The other run ended normally, and no further run was started.
+    assert sorted(events) == ["coevolve-s3 begins", "coevolve-s3 ends", "eto-s3 begins"]
+    events, fails = [], False
     study.make_runs("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
     for seed in (3, 4):
         order = [events.index(e) for e in (f"coevolve-s{seed} ends", f"coevolve-s{seed} is read",
