@@ -43,8 +43,8 @@ from engine.sampling import TokenSampler
 from engine.tracking import Tracking
 from environments import make
 
-# The backends for a model that passes every check in `engine.self_check`. `replies` is the backend
-# for generation, and `passes` lists the backends for log-probabilities.
+# The backends for a model for which all backends in `engine.self_check` are correct. `replies` is
+# the backend that generates replies. `passes` lists the backends for forward passes in training.
 ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
