@@ -699,7 +699,8 @@ def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[
 def same_tokens(a: Trajectory, b: Trajectory) -> bool:
     """Returns True if two trajectories have the same tokens.
 
-    Such trajectories make no pair, because every policy gives both the same log-probability.
+    Such trajectories are not used as a pair, because every policy gives both of them the same
+    log-probability.
     """
     return a.ids == b.ids
 
@@ -831,8 +832,8 @@ class Preferences:
     # What to do if an agent's trajectory has a higher reward than the expert trajectory: "swap"
     # makes the agent's trajectory the chosen one, and "drop" makes no pair [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
-    # Weights of the target's expert pairs: "instruction" makes the weights of each task sum to 1,
-    # and "none" gives each pair the weight 1, as in ETO [Section 4.3; ETO: Section 5.1]
+    # Weights of the target's expert pairs: "instruction" normalises them, so that the weights of
+    # each task sum to 1; "none" gives each pair the weight 1, as in ETO [Section 4.3]
     pair_weights: Literal["instruction", "none"] = "instruction"
     # Weight of each failure pair of the target: "rollouts" is 1 / (M x N), where the target has M
     # rollouts of the task and the other agents have N; "none" gives each pair the weight 1 [ours]
@@ -861,9 +862,9 @@ class FailureAgent:
     # "all" with the failures of both agents in all iterations so far; "none" trains the failure
     # agent only with SFT [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
-    # Rollouts of the failure agent in the target's pairs: sampled "before" or "after" the failure
-    # agent's training in this iteration; with "after", the failure agent plays twice per iteration
-    # [before: the paper's summary; after: the paper's introduction]
+    # When the failure agent samples the rollouts that the target is trained on: "before" or "after"
+    # the failure agent's own training in this iteration. With "after", the failure agent plays
+    # twice per iteration [before: the paper's summary; after: the paper's introduction]
     failure_plays: Literal["before", "after"] = "before"
     # Folder of a trained model to use as the initial failure agent; the failure agent's SFT is then
     # skipped [its own SFT]

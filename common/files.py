@@ -199,20 +199,6 @@ def input_key(given, agents: dict[Path, str]):
     return hashes or str(given)
 
 
-def files_in(given) -> list[Path]:
-    """Returns the paths of all files among the inputs of a phase. Folders are left out.
-
-    Args:
-        given: The inputs: a path, or a list or dict of inputs.
-    """
-    if isinstance(given, Path):
-        return [given] if given.is_file() else []
-    files = []
-    for part in given.values() if isinstance(given, dict) else given:
-        files += files_in(part)
-    return files
-
-
 def is_edited(file: Path, row: dict) -> bool:
     """Returns True if the output file of a phase was edited after the phase wrote it.
 

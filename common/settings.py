@@ -223,12 +223,12 @@ def flag(name: str) -> str:
 
 
 def has_mark(kind: type, name: str, mark: str) -> bool:
-    """Returns True if a class has a setting called `name` whose type has the mark FREE or GROWING.
+    """Returns True if a class has a setting called `name`, and its type is annotated with `mark`.
 
     Args:
         kind: The settings class.
         name: The name of the setting.
-        mark: The mark to search for, FREE or GROWING.
+        mark: FREE or GROWING.
     """
     return name in settings_of(kind) and mark in settings_of(kind)[name].marks
 

@@ -78,8 +78,9 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # A file may have a hash in only one of the two dicts in `files`. With equal commits, the other
-    # version has the file as it was committed. With different commits, it does not have the file.
+    # A file may have a hash in only one of the two versions. If both versions have the same commit,
+    # the file is unchanged since that commit in the other version. Otherwise the file does not exist
+    # in the other version, because `files` then contains all files of both versions.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 

@@ -101,8 +101,7 @@ def have_type(values: list, kind: type) -> bool:
 def check_ids(file: Path, vocabulary: int) -> None:
     """Raises UsageError if a trajectory in a file has a token id outside of the vocabulary.
 
-    If the file is not in JSON lines format, this function skips the file. The phase that reads the
-    file then raises a UsageError.
+    A file that is not in JSON lines format is skipped. The phase that reads it raises a UsageError.
 
     Args:
         file: The file to check.

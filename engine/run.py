@@ -23,7 +23,6 @@ import dpo
 from common import files
 from common.files import (
     file_hash,
-    files_in,
     hash_of,
     input_key,
     is_edited,
@@ -44,8 +43,8 @@ from engine.sampling import TokenSampler
 from engine.tracking import Tracking
 from environments import make
 
-# The backends for a model that passes every check in `engine.self_check`. `replies` is the backend
-# for generation, and `passes` lists the backends for log-probabilities.
+# The backends for a model for which all backends in `engine.self_check` are correct. `replies` is
+# the backend that generates replies. `passes` lists the backends for forward passes in training.
 ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
@@ -226,7 +225,7 @@ class Run:
                 - An input is not a path.
                 - A parameter, or a number that the phase returned, cannot be written as JSON.
                 - The phase wrote nothing, or did not return a dict.
-                - A user has edited an input, and it contains token ids outside of the vocabulary.
+                - A user has edited the output, and a token id is now outside of the vocabulary.
         """
         path = self.folder / output
         self.name = output
@@ -252,7 +251,6 @@ class Run:
 
         # 3. Otherwise run the phase, and record its output.
         self.note(code=self.code, finished=False)
-        check_edits(self, inputs)
         started = time.perf_counter()
         temporary = path.with_name(f"{path.name}.tmp")
         self.prepare_paths(path, temporary)
@@ -278,6 +276,7 @@ class Run:
             return False
         row.pop("edited", None)
         if is_edited(self.folder / output, row):
+            check_ids(self.folder / output, self.encoder.vocabulary_size)
             row["edited"] = True
             self.print(f"{output} was edited; the run uses it as it is, but its recorded numbers "
                        "are from before the edit")
@@ -532,17 +531,6 @@ class Run:
         return self_check.make_generator(self.backends["replies"], model, token_sampler, slots,
                                          s.max_tokens, s.max_new_tokens,
                                          self.machine.tokens_per_forward // 2)
-
-
-def check_edits(run: Run, inputs) -> None:
-    """Raises UsageError if an input that a user has edited has a token id outside the vocabulary.
-
-    Inputs that were not edited are not checked.
-    """
-    edited = [run.folder / output for output, row in run.done.items() if "edited" in row]
-    for file in files_in(inputs):
-        if file in edited:
-            check_ids(file, run.encoder.vocabulary_size)
 
 
 def checked(numbers, out: Path, main: bool) -> dict:
