@@ -25,12 +25,12 @@ ASKED = [dict(role="user", content="?")]
 class Guess(envs.Environment):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
     name, max_turns, test_splits = "guess", 3, ("test",)
-    rules, stops, drawn = "Guess.", ("Observation:",), ""
+    rules = "Guess."
     splits = {split: {str(i): f"letter {split}-{i}" for i in range(4)}
               for split in ("train", "test")}
 
     def start(self, letter):
-        return letter + self.drawn
+        return letter
 
     def step(self, reply):
         return Step(f"not {reply}", float(reply == "c"), reply == "c")
@@ -349,8 +349,7 @@ READ = [  # (answer, reply, tokens)
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
     (answer(content=f"your key is {KEY}"), "your key is ***", 0), (answer(content="c\ud83d"), "c\ufffd", 0),
     (answer(content="", error=None, finish_reason=None), "", 0),
-    (answer(content="c", reasoning_content="so", refusal=None), "c", 0), (answer(content=[PART, TEXT]), "c", 0),
-    (answer(content="c", tool_calls=[], function_call=None, finish_reason="eos"), "c", 0)]
+    (answer(content="c", refusal=None, tool_calls=[], function_call=None, finish_reason="eos"), "c", 0)]
 
 
 def test_replies_with_other_fields_are_replies(call):
