@@ -30,7 +30,7 @@ NOBODY = 1234  # any user but root
 
 # Name -> the source that an isolated process evaluates, and a pattern of the result
 TRIES = {
-    "its root": ("sorted(os.listdir('/'))", "['etc', 'own']"),
+    "its root": ("sorted(os.listdir('/'))", r"^\['etc', 'own'\]$"),
     "a file that it is shown": ("bool(open('/etc/hostname').read())", "True"),
     "a full folder": ("[open(f'/own/{n}', 'wb').write(bytes(1 << 24)) for n in range(9)]", "No space"),
     "a file that it is not shown": ("open('/etc/passwd').read()", "FileNotFoundError"),
