@@ -52,6 +52,7 @@ def test_reward_agrees_with_the_official_reward_on_all_vectors():
     assert len(vectors) == 150
     for v in vectors:
         assert sql_reward(rows(v["agent"]), rows(v["gold"])) == v["reward"], v
+    assert sql_reward([(1.0,)], [(1,)]) == 0  # rows are compared as text
 
 
 def test_replies_are_read_as_the_official_agents_read_them():
