@@ -349,7 +349,8 @@ READ = [  # (answer, reply, tokens)
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
     (answer(content=f"your key is {KEY}"), "your key is ***", 0), (answer(content="c\ud83d"), "c\ufffd", 0),
     (answer(content="", error=None, finish_reason=None), "", 0),
-    (answer(content="c", refusal=None, tool_calls=[], function_call=None, finish_reason="eos"), "c", 0)]
+    (answer(content="c", refusal=None, tool_calls=[], function_call=None, finish_reason="eos"),
+     "c", 0)]
 
 
 def test_replies_with_other_fields_are_replies(call):

@@ -89,7 +89,8 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     asked, propose = [], Agent.propose
     monkeypatch.setattr(Agent, "propose", lambda agent, t: asked.append(
         (agent.encoder, [*t.ids])) or propose(agent, t))
-    said = typed(["search[\xfcmug mug]", "", "q"], "webshop", "webshop-test-0", "--agent", small_run)
+    lines = "search[\xfcmug mug]", "", "q"
+    said = typed(lines, "webshop", "webshop-test-0", "--agent", small_run)
     turns = said.split("--- turn ")[1:]
     assert len(turns) == 3 and "Page 1 (Total results" in turns[0] and "left after 2" in turns[2]
     played = environments.make("webshop", "short")

@@ -689,7 +689,7 @@ def test_a_lost_connection_ends_the_episode_and_the_next_one_connects(mariadb, m
 
     with monkeypatch.context() as patch:
         patch.setattr(databases, "_fetch", lost)
-        with pytest.raises(envs.EnvError, match="database d: gone; check that the server runs.*[^?]$"):
+        with pytest.raises(envs.EnvError, match="d: gone; check that the server runs.*[^?]$"):
             shown()
     assert len(failures) == 1  # the connection itself does not retry
     assert shown() == "[('baker',), ('town',)]"
