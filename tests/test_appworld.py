@@ -188,7 +188,8 @@ ENDS = {  # code that ends its process, or does not end -> pattern of the error
     "os.close(3)": "process has ended", "os.write(3, b'not json\\n')": "process has ended",
     "os.write(3, b'[' * 100_000 + b'\\n')": "process has ended", "os.write(3, b'5\\n')": "process has ended",
     "1 / 0": "ZeroDivision", "while True: os.write(3, b'x' * 65536)": "process has ended",
-    "while True: pass": "no answer in",
+    "while True:\n    try:\n        while True: pass\n    except BaseException: pass": "no answer in",
+    "import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nwhile True: pass": "no answer in",
     "send(error='\\ud800' * 9999)": r"\?{500}",
 }
 if os.uname().machine == "x86_64":  # calls by x32's numbers kill all threads, whichever makes them
@@ -518,6 +519,9 @@ PROBES = {
     "sorted(os.environ)": r"^\W+APPWORLD_CACHE\W+APPWORLD_ROOT\W+$",
     "got('_io').FileIO('{root}/data/base_dbs/phone.db', 'r+')": "Read-only|Permission",
     "got('_io').FileIO('{library}/appworld/own.py', 'w')": "Read-only|Permission",
+    "P('/proc/self/environ').read_text()": "FileNotFoundError",
+    "os.posix_spawn('/bin/true', ['true'], dict())": "not permitted",
+    "got('socket').create_connection(('127.0.0.1', 9), 5)": "not permitted",
     "len(bytearray(6 * 10 ** 9))": "MemoryError",
     "'a' * 10 ** 7": "^a{{20000}}$",
     "all(True for _ in iter(int, 1))": "timed out after 20 seconds",
