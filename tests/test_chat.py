@@ -25,12 +25,12 @@ ASKED = [dict(role="user", content="?")]
 class Guess(envs.Environment):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
     name, max_turns, test_splits = "guess", 3, ("test",)
-    rules, stops, drawn = "Guess.", ("Observation:",), ""
+    rules = "Guess."
     splits = {split: {str(i): f"letter {split}-{i}" for i in range(4)}
               for split in ("train", "test")}
 
     def start(self, letter):
-        return letter + self.drawn
+        return letter
 
     def step(self, reply):
         return Step(f"not {reply}", float(reply == "c"), reply == "c")
@@ -234,23 +234,22 @@ def test_kept_answers_are_only_taken_where_the_environment_shows_what_it_showed(
     assert [e["reward"] for e in rows] == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpoint, run, monkeypatch,
-                                                                           tmp_path):
-    policy = 400, "against our policy", {}
-    endpoint.faults = [False, policy]
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_task_that_is_refused_in_any_turn_ends_the_run_or_counts_as_nothing(
+        endpoint, run, monkeypatch, turn):
+    """What the task earned before is taken back."""
+    monkeypatch.setattr(Guess, "step", lambda self, reply: Step("half of it", 0.5, False))
+    endpoint.faults = [False] * (3 + turn) + [(400, "against our policy", {})]
     with pytest.raises(envs.EnvError, match="^guess-test-1: .*against our policy.*--refused zero"):
         run()
-    endpoint.faults, paid = [policy], len(endpoint.seen)
+    endpoint.faults, paid = [(422, "flagged", {})], len(endpoint.seen)
     r = run("--refused", "zero")
-    assert len(endpoint.seen) == paid + 3  # the first task is paid for
-    assert [(e["reward"], e["ended"]) for e in rows_of(r)] == [
-        (1.0, "done"), (0.0, "refused"), (1.0, "done"), (1.0, "done")]
+    assert len(endpoint.seen) == paid + 1 + 3 + 3  # the first task is paid for
+    half = (0.5, "turn_limit", 3)
+    assert [(e["reward"], e["ended"], e["turns"]) for e in rows_of(r)] == [
+        half, (0.0, "refused", turn), half, half]
     found = numbers_of(r)
-    assert (found["reward"], found["episodes"], found["refused"]) == (0.75, 4, 1)
-    monkeypatch.setattr(Guess, "step", lambda self, reply: Step("half of it", 0.5, False))
-    endpoint.faults = [False, (422, "flagged", {})]  # what was earned before is taken back
-    again = run("--refused", "zero", "--out", tmp_path / "again")
-    assert [e["reward"] for e in rows_of(again)] == [0.0, 0.5, 0.5, 0.5]
+    assert (found["reward"], found["episodes"], found["refused"]) == (0.375, 4, 1)
 
 
 def test_a_wrong_key_refuses_no_task_and_ends_all_episodes(endpoint, run):
@@ -350,8 +349,8 @@ READ = [  # (answer, reply, tokens)
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
     (answer(content=f"your key is {KEY}"), "your key is ***", 0), (answer(content="c\ud83d"), "c\ufffd", 0),
     (answer(content="", error=None, finish_reason=None), "", 0),
-    (answer(content="c", reasoning_content="so", refusal=None), "c", 0), (answer(content=[PART, TEXT]), "c", 0),
-    (answer(content="c", tool_calls=[], function_call=None, finish_reason="eos"), "c", 0)]
+    (answer(content="c", refusal=None, tool_calls=[], function_call=None, finish_reason="eos"),
+     "c", 0)]
 
 
 def test_replies_with_other_fields_are_replies(call):
@@ -470,19 +469,6 @@ def test_an_error_that_quotes_the_prompt_is_classified_by_its_code_first(call):
 
 
 DETAILS = "completion_tokens_details"
-
-
-@pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_request_that_is_refused_in_any_turn_is_handled_by_refused(endpoint, run, turn):
-    refusal = 400, json.dumps(dict(error=JUDGED[0][0])), {}
-    endpoint.answer = lambda messages: "x"
-    endpoint.faults = [False] * turn + [refusal]
-    with pytest.raises(envs.EnvError, match="^guess-test-0: .*--refused zero"):
-        run()
-    endpoint.faults = [refusal]
-    r = run("--refused", "zero")
-    assert [(e["ended"], e["turns"]) for e in rows_of(r)] == [("refused", turn), *[("turn_limit", 3)] * 3]
-    assert numbers_of(r)["refused"] == 1
 
 
 @pytest.mark.parametrize("content, usage, tokens", [  # context tokens, by hand
@@ -627,8 +613,6 @@ def test_settings_that_contradict_each_other_are_refused():
     for argv, says in [
             ("--method evaluate --model tiny --sft-lr 1", "--sft-lr is not read by --method evaluate"),
             ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
-            ("--method sft --refused zero", "--refused is not read by --method sft"),
-            ("--method dart --temperature 0", "--temperature 0: all rollouts of a task"),
             ("--method ppo --rollouts 1", "--rollouts 1: PPO compares"),
             ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
             ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and --method chat"),

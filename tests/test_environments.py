@@ -252,17 +252,14 @@ def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):
     class Told(Echo):
         rules = "Say it."
 
-    class Other(Echo):
-        rules = "Tell it."
-
     class Louder(Echo):
         def start(self, what):
             return super().start(what) + "!"
 
     file = tmp_path / "experts"
-    for made, played in ((Told(), Told("short")), (Told("short"), Told()), (Told(), Other()), (Echo(), Louder())):
-        messages, reward = environments.converse(made, made.reset("echo-train-0"), environments.saying(["red"]))
-        file.write_text(json.dumps(dict(task="echo-train-0", messages=messages, reward=reward)))
-        assert [*expert_files.experts(made, str(file), 0)] == [("echo-train-0", messages, 1.0)]
+    file.write_text(json.dumps(row()))
+    assert [*expert_files.experts(Told("short"), str(file), 0)] == [
+        ("echo-train-0", row()["messages"], 1.0)]
+    for played in Told(), Louder():
         with pytest.raises(environments.UsageError, match="echo-train-0 is another task here.*--view"):
             next(expert_files.experts(played, str(file), 0))

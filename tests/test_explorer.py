@@ -4,12 +4,10 @@ import json
 import random
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-import coevolve
 import environments
 import envs
 import evolve
@@ -18,6 +16,7 @@ from engine.run import Run
 from environments.intercodesql import questions
 from lab.chat import endpoint as endpoints
 from lab.chat import explorer
+from lab.settings import Settings
 
 WELL = (  # its replies to the prompts for a context, an action and proposals
     '<think>```json\n{"where": "draft"}\n```</think>```json\n{"where": "here", "try": "more"}\n```',
@@ -33,11 +32,6 @@ SHORT = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an 
 @pytest.fixture
 def env():
     return environments.make("intercodesql", "short")
-
-
-@dataclass(frozen=True)
-class Settings(explorer.Explorer, coevolve.Settings):
-    """All settings of task evolution with an endpoint"""
 
 
 @pytest.fixture

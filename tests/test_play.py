@@ -17,25 +17,19 @@ from lab.runfiles import visible
 
 @pytest.fixture
 def typed(monkeypatch, capsys):
-    """typed(*lines)(*argv) returns the output for these lines of input."""
-    def prepare(*lines):
-        waiting = list(lines)
+    """typed(lines, *argv) returns the output for these lines of input."""
+    def run(lines, *argv):
+        waiting = iter(lines)
 
         def read(prompt):
             print(prompt, end="")
-            if not waiting:
-                raise EOFError
-            return waiting.pop(0)
+            return next(waiting)
 
         monkeypatch.setattr("builtins.input", read)
+        main([str(word) for word in argv])
+        return capsys.readouterr().out
 
-        def run(*argv):
-            main([str(word) for word in argv])
-            return capsys.readouterr().out
-
-        return run
-
-    return prepare
+    return run
 
 
 @pytest.mark.parametrize("env, view", [
@@ -46,7 +40,7 @@ def test_a_person_plays_what_the_agent_reads_to_the_reward(typed, env, view):
     messages, reward = environments.converse(played, played.reset(f"{env}-test-3"), played.expert())
     played.close()
     replies = [m["content"] for m in messages if m["role"] == "assistant"]
-    said = " ".join(typed("?", *replies)(env, f"{env}-test-3", "--view", view).split())
+    said = " ".join(typed(["?", *replies], env, f"{env}-test-3", "--view", view).split())
     assert f"done after {len(replies)} turns: reward {reward:.3f}, a success" in said
     for message in messages:
         assert " ".join(message["content"].split()) in said
@@ -82,7 +76,7 @@ def test_it_works_with_a_pipe(tmp_path):
 
 def test_the_agent_plays_as_in_its_evaluation(small_run, typed):
     for row in read_jsonl(small_run / "eval-1-target-test.jsonl")[:2]:
-        said = typed(*[""] * row["turns"])("webshop", row["task"], "--agent", small_run)
+        said = typed([""] * row["turns"], "webshop", row["task"], "--agent", small_run)
         replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert [line[4:] for line in said.splitlines() if line.startswith("    ")] == (
             visible("\n".join(replies)).split("\n"))
@@ -95,7 +89,8 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     asked, propose = [], Agent.propose
     monkeypatch.setattr(Agent, "propose", lambda agent, t: asked.append(
         (agent.encoder, [*t.ids])) or propose(agent, t))
-    said = typed("search[\xfcmug mug]", "", "q")("webshop", "webshop-test-0", "--agent", small_run)
+    lines = "search[\xfcmug mug]", "", "q"
+    said = typed(lines, "webshop", "webshop-test-0", "--agent", small_run)
     turns = said.split("--- turn ")[1:]
     assert len(turns) == 3 and "Page 1 (Total results" in turns[0] and "left after 2" in turns[2]
     played = environments.make("webshop", "short")

@@ -65,12 +65,6 @@ def test_recorded_episode_gives_the_official_text_and_reward(recorded):
                           ("click[Description]", "08"), ("click[< Prev]", "09")]:
         step = shop.step(action)
         assert step == envs.Step(recorded.texts[label], 0.0, False) and not step.idle
-        if label == "02":
-            assert [*shop.page.links][:3] == ["back to search", "next >", "b0hvdgaj09"]
-            assert len(shop.page.links) == 2 + 9
-    assert set(shop.page.links) == {
-        "back to search", "< prev", "description", "features", "reviews", "buy now", "sea salt",
-        "baker's choice", "12 ounce (pack of 2)", "8 ounce (pack of 6)"}
     step = shop.step("click[Buy Now]")
     assert step == envs.Step("Thank you for shopping with us! [SEP] Your code:", 0.8, True)
     assert recorded.texts["10"].startswith(step.observation)
