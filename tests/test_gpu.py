@@ -16,7 +16,6 @@ import transformers
 from conftest import in_ranks, make_model
 from family_models import tiny_model
 from pretend_gpu import compile_guard, on_card
-from transformers import Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
@@ -26,12 +25,7 @@ from common.files import read_json, read_jsonl
 from dpo import Group, Pair, Trajectory
 from engine import models, self_check
 from engine.chat import Encoder
-from engine.forward_passes import (
-    batch_by_length,
-    distributed_log_probs,
-    fits_in_round,
-    schedule_rounds,
-)
+from engine.forward_passes import distributed_log_probs, fits_in_round, schedule_rounds
 from engine.machine import accelerator_of
 from engine.run import Run
 from engine.sampling import TokenSampler
@@ -58,10 +52,7 @@ def qwen3(tmp_path_factory):
     """The folder of a small Qwen3 with random weights and grouped-query attention."""
     folder = tmp_path_factory.mktemp("qwen3")
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16)).save_pretrained(folder)
+    tiny_model("qwen3", vocabulary=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -253,13 +244,6 @@ def test_options_of_cuda(given, expected, monkeypatch):
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_forward_passes_are_filled_with_the_longest_first():
-    """By hand: 5 and 4 tokens cost 10 with padding; a third one would make it 15."""
-    assert batch_by_length([2, 5, 1, 4], 10) == [[1, 3], [0, 2]]
-    assert batch_by_length([2, 5, 1, 4], 3) == [[1], [3], [0], [2]]  # longer ones are alone
-    assert schedule_rounds([2, 5, 1, 4], 10, 1) == [[[1, 3]], [[0, 2]]]
-
-
 def batch_of(*lengths):
     """Returns tasks with one trajectory each, of these lengths."""
     return [Group([Trajectory(task=str(n), ids=[0] * length)]) for n, length in enumerate(lengths)]
@@ -267,8 +251,8 @@ def batch_of(*lengths):
 
 def test_micro_batches_fill_one_forward_pass_of_each_rank():
     """By hand, with at most 10 tokens: 8 and 5 + 5 are two forward passes, though three rows of 8
-    have 24 tokens. On one rank 8 and 5 are padded to 16. Of random lengths, each trajectory is in
-    one forward pass, no rank holds more than 8,192 tokens, and ranks are hardly idle."""
+    have 24 tokens. On one rank 8 and 5 are padded to 16. Of random lengths, no rank
+    holds more than 8,192 tokens, and ranks are hardly idle."""
     parts = [[len(groups) for groups in dpo.micro_batches(
         batch_of(5, 8, 5), partial(fits_in_round, tokens=10, ranks=ranks))] for ranks in (1, 2, 3)]
     assert parts == [[1, 2], [3], [3]]
@@ -279,8 +263,6 @@ def test_micro_batches_fill_one_forward_pass_of_each_rank():
         for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
             lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
             rounds = schedule_rounds(lengths, 8192, 8)
-            dealt = [index for passes in rounds for indices in passes for index in indices]
-            assert sorted(dealt) == [*range(len(lengths))]
             held = [0] * 8
             for passes in rounds:
                 costs = [len(indices) * max(lengths[n] for n in indices) for indices in passes]
@@ -409,21 +391,10 @@ def held_when_a_model_is_read(accelerator, folder, shard):
     things = phase()
     models.read = reading
     models.read_model(folder)
-    models.read = plain
-    gc.enable()
     return held[0]
 
 
-def sharded_among_pretended_ranks(accelerator, folder):
-    """Does the same as the first rank of a fake process group of eight."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    accelerator.state.num_processes = 8
-    return held_when_a_model_is_read(accelerator, folder, True)
-
-
-def test_a_trained_model_is_freed_before_the_next_model_is_loaded(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])  # two ranks shard it
+def test_a_trained_model_is_freed_before_the_next_model_is_loaded(ranks, tmp_path):
     make_model(50, seed=0, dtype=torch.float32).save_pretrained(tmp_path)
-    assert in_ranks(1, held_when_a_model_is_read, tmp_path, False) == [False, False]
-    assert in_ranks(1, sharded_among_pretended_ranks, tmp_path) == [False, False]
+    assert in_ranks(ranks, held_when_a_model_is_read, tmp_path, ranks > 1) == [False, False]
