@@ -36,6 +36,9 @@ class OnCard(torch.Tensor):
     def __init__(self, held):
         self.held = held
 
+    def __repr__(self):
+        return f"OnCard({tuple(self.shape)}, {self.dtype})"
+
     def tolist(self):
         waits["tolist"] += 1
         return self.data.held.tolist()

@@ -248,6 +248,12 @@ def test_a_reply_that_is_cut_at_a_stop_string_is_the_text_of_its_ids(written, st
     assert encoder.decode(ids[:kept]).strip() == reply
 
 
+@pytest.mark.parametrize("name, kept", [("chatml", " a "), ("llama3", "a")])
+def test_a_reply_has_its_outer_whitespace_if_the_template_keeps_it(name, kept):
+    encoder = Encoder(make_tokenizer(name))
+    assert encoder.decode(encoder.reply(" a ")) == kept
+
+
 def test_decoding_changes_no_whitespace():
     tokenizer = make_tokenizer("llama2", unigram=True)
     tokenizer.clean_up_tokenization_spaces = True

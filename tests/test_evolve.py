@@ -545,6 +545,20 @@ def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
     assert ours.items() <= files_of(a.folder).items() and "iter2/target-agent/moments.pt" in ours
 
 
+class Vowels(Letters):
+    """Pays the share of vowels among eight letters."""
+
+    def step(self, reply):
+        return Step("thanks", sum(letter in "aeiou" for letter in reply[:8]) / 8, True)
+
+
+def test_steps_teach_a_policy_what_pays(run):
+    r = run("grpo", env_type=Vowels, start_from="train", start_tasks=4, grpo_steps=20, evolve_every=20,
+            step_tasks=4, step_rollouts=6, max_new_tokens=6, grpo_lr=4e-3, grpo_temperature=1.0)
+    rewards = [row["reward"] for row in rows(r, "iter1/target-agent/train.jsonl")]
+    assert sum(rewards[:4]) < 0.8 and sum(rewards[-4:]) > 1.6
+
+
 # ------------------------------------------------------------------ interrupted, longer, on ranks
 
 

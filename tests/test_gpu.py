@@ -16,6 +16,7 @@ import transformers
 from conftest import in_ranks, make_model
 from family_models import tiny_model
 from pretend_gpu import compile_guard, on_card
+from transformers import Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
@@ -52,7 +53,10 @@ def qwen3(tmp_path_factory):
     """The folder of a small Qwen3 with random weights and grouped-query attention."""
     folder = tmp_path_factory.mktemp("qwen3")
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    tiny_model("qwen3", vocabulary=len(tokenizer)).save_pretrained(folder)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

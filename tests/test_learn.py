@@ -159,6 +159,7 @@ def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_mod
     (json.dumps(row("a", 1.0, "grün"), ensure_ascii=False).encode("latin-1"), "can't decode byte"),
     (row("a", 1.5, "x"), "reward 1.5 is not a number from 0 to 1"),
     (row("a", True, "x"), "reward True is not a number"),
+    (row("a", math.nan, "x"), "reward nan is not a number"),
     (row(7, 1.0, "x"), "task 7 and agent 'target' must be names"),
     (row("a", 1.0), "its messages have the roles []"),
     (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its messages have the roles ['assistant'"),
