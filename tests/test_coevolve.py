@@ -353,8 +353,7 @@ def test_the_role_of_an_agent_and_not_its_name_determines_its_training(toy_run, 
 def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sft=0.0,
                by_weights=True):
     """Returns Eq. (9) of all pairs of an agent in iteration i, with forward passes of transformers.
-    `policy` and `reference` are folders of pi and pi_ref in `out`. Without a reference, pi_ref is 1.
-    """
+    `policy` and `reference` are folders in `out`. Without a reference, pi_ref is 1."""
     logs, ratios = {}, {}  # of each trajectory
     for file in [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]:
         if "pairs" not in file.name:

@@ -255,8 +255,8 @@ def batch_of(*lengths):
 
 def test_micro_batches_fill_one_forward_pass_of_each_rank():
     """By hand, with at most 10 tokens: 8 and 5 + 5 are two forward passes, though three rows of 8
-    have 24 tokens. On one rank 8 and 5 are padded to 16. Of random lengths, no rank
-    holds more than 8,192 tokens, and ranks are hardly idle."""
+    have 24 tokens. On one rank 8 and 5 are padded to 16. Of random lengths, each trajectory is in
+    one forward pass, no rank holds more than 8,192 tokens, and ranks are hardly idle."""
     parts = [[len(groups) for groups in dpo.micro_batches(
         batch_of(5, 8, 5), partial(fits_in_round, tokens=10, ranks=ranks))] for ranks in (1, 2, 3)]
     assert parts == [[1, 2], [3], [3]]
@@ -267,6 +267,8 @@ def test_micro_batches_fill_one_forward_pass_of_each_rank():
         for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
             lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
             rounds = schedule_rounds(lengths, 8192, 8)
+            dealt = [index for passes in rounds for indices in passes for index in indices]
+            assert sorted(dealt) == [*range(len(lengths))]
             held = [0] * 8
             for passes in rounds:
                 costs = [len(indices) * max(lengths[n] for n in indices) for indices in passes]

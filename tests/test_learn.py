@@ -166,7 +166,7 @@ def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_mod
     (row("a", 1.0, None), "is not a string"),
     # A field that is not read would change the training data without an error.
     (row("a", 1.0, "x", system="Be brief."), "it has 'system', which is not supported; remove it"),
-    (ROWS[0] | dict(messages=[dict(role="user", content="x", weight=0)]), "turn 1: it has 'weight'")])
+    (row("a", 1.0) | dict(messages=[dict(role="user", content="", weight=0)]), "it has 'weight'")])
 def test_a_line_that_cannot_be_used_is_refused_with_its_number(file, line, says):
     path = file([ROWS[0], {}])
     data = line if isinstance(line, bytes) else json.dumps(line).encode()
