@@ -287,6 +287,7 @@ def test_a_phase_may_return_numbers_of_numpy_and_torch(bare):
 
 @pytest.mark.parametrize("phase, inputs, values, says", [
     (lambda r, out: None, (), {}, "it returned None; return a dict of numbers"),
+    (lambda r, out: 3, (), {}, "it returned 3; return a dict"),
     (lambda r, out: {}, (), {}, "it wrote nothing"),
     (lambda r, out: text(r, out, found=dict(bad=float("nan"))), (), {}, "bad: "),
     (lambda r, out: text(r, out, found=dict(bad=np.arange(3))), (), {}, "bad: array([0, 1, 2]) is"),
