@@ -57,12 +57,6 @@ LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'
           "{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
           "{% endif %}")
-MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-           "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}"
-           "{% endif %}{% endfor %}")
-GEMMA = ("{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else "
-         "m.role %}{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}"
-         "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}")
 VICUNA = ("{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
           "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
           "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}")
@@ -73,8 +67,6 @@ TEMPLATES = {  # name -> (template, special tokens, end-of-turn token)
     "llama2": (LLAMA2, ["<s>", "</s>"], "</s>"),
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
                         "<|eot_id|>"], "<|eot_id|>"),
-    "mistral": (MISTRAL, ["<s>", "</s>"], "</s>"),
-    "gemma": (GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
     "vicuna": (VICUNA, ["<s>", "</s>"], "</s>"),
 }
 CONVERSATION = [
@@ -111,7 +103,7 @@ def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizer
         tokenizer.decoder = decoders.ByteLevel()
     text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
     tokenizer.train_from_iterator(text * 3 if unigram else text, trainer)
-    begin = next((t for t in special if t in ("<s>", "<bos>", "<|begin_of_text|>")), None)
+    begin = next((t for t in special if t in ("<s>", "<|begin_of_text|>")), None)
     pad = "<|pad|>" if "<|pad|>" in special else end
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad,
@@ -406,8 +398,8 @@ class Again:
     """Wraps `env` as the core does: an episode that breaks is replayed from its start, at most
     `times` times."""
 
-    def __init__(self, env, times: int = 2, wait: float = 0.0):
-        self.env, self.times, self.wait = env, times, wait
+    def __init__(self, env, times: int = 2):
+        self.env, self.times = env, times
 
     def __getattr__(self, name):
         return getattr(self.env, name)
@@ -432,7 +424,6 @@ class Again:
                 self.env.close()
                 if not left:
                     raise
-                time.sleep(self.wait)
                 last = False
 
 

@@ -2,13 +2,11 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
 from conftest import Toy
 
-import coevolve
 import dpo
 from common.files import read_jsonl
 from dpo import Trajectory
@@ -16,13 +14,9 @@ from engine import run as engine_run
 from engine.models import read_model
 from environments import environment
 from lab import baselines
+from lab.settings import METHODS, Settings
 
 TASKS = 8
-
-
-@dataclass(frozen=True)
-class Settings(baselines.Baselines, coevolve.Settings):
-    """All settings of a baseline"""
 
 
 class OneReply(Toy):
@@ -47,7 +41,7 @@ def run(small_model, tmp_path, monkeypatch):
             method=method, model=str(small_model), out=str(tmp_path / out), iterations=1,
             max_tokens=400, max_new_tokens=5, sft_epochs=1, sft_lr=1e-4,
             temperature=1.5) | changed), environment("webshop")())
-        (coevolve.METHODS | baselines.METHODS)[method].loop(r)
+        METHODS[method].loop(r)
         return r
 
     return start

@@ -130,12 +130,6 @@ def first_step(run, agent):
     return rows(run / f"iter1/{agent}-agent/train.jsonl")[0]
 
 
-def contents(path):
-    """Returns name -> content of a file, or of the files of a folder."""
-    files = path.iterdir() if path.is_dir() else [path]
-    return {file.name: file.read_bytes() for file in files}
-
-
 def pairs_by(core, run, name, role="D_fail"):
     """Returns the rows that the program's `make_pairs` makes of iteration 1 of a run."""
     stub = SimpleNamespace(settings=core.Settings(), main=True, name="")
@@ -170,7 +164,6 @@ def test_ipo(base, fork):
     assert first["norm"] == pytest.approx(of_dpo["norm"], rel=1e-4)
     assert first["loss"] - of_dpo["loss"] == pytest.approx(
         0.005 * 25 - LN2, abs=1e-5)
-
 
 
 def test_cdpo(base, fork):
@@ -278,9 +271,8 @@ def test_a_curriculum(base, changed, i):
 def test_two_failure_agents(base, fork):
     core, run = fork("two failure agents", "iter1/pairs-target.jsonl",
                      until="iter1/pairs-target.jsonl")
-    assert contents(run / "iter1/failure.jsonl") == contents(base / "iter1/failure.jsonl")
-    assert contents(run / "sft-failure")["train.jsonl"] != contents(
-        run / "sft-failure2")["train.jsonl"]
+    assert rows(run / "iter1/failure.jsonl") == rows(base / "iter1/failure.jsonl")
+    assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-failure2/train.jsonl")
     assert "eval-0-failure2-validation.jsonl" in phases(run)
 
     kinds = phases(run)["iter1/pairs-target.jsonl"]["pairs"]

@@ -43,7 +43,8 @@ def log_p(model, t):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+                      for p in model.parameters()])
 
 
 def weights(model):
@@ -271,11 +272,8 @@ def test_batches_have_every_group_once_in_each_epoch_and_keep_tasks_whole():
     assert [len(batch) for batch in made] == [3, 3, 2] * 2
 
 
-def test_denominators_and_the_size_of_micro_batches():
-    groups = [group(str(n), n) for n in range(4)]  # of 34 tokens and three pairs each
-    assert (dpo.pair_count(groups), dpo.pair_weight(groups)) == (12, 8.0)
-    assert dpo.action_count(groups) == sum(sum(t.action_mask[1:])
-                                           for t in dpo.trajectories_of(groups))
+def test_the_size_of_micro_batches():
+    groups = [group(str(n), n) for n in range(4)]  # of 34 tokens each
     for tokens, most in [(1, 1), (67, 1), (100, 2), (1000, 4)]:
         parts = dpo.micro_batches(groups, partial(dpo.fits_in_pass, tokens=tokens))
         assert max(map(len, parts)) == most

@@ -103,14 +103,12 @@ def body(content):
     (body("{{ m.content[:60] }}"), "change messages"),
     (body("{{ m.content if loop.index0 + 3 > messages | length else m.content[:9] }}"),
      "change messages"),
-    (body("[Round {{ loop.index0 // 2 }}] {{ m.content }}"), "is missing from the generation prompt"),
     (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.index if loop.index > 4 else '' }}"),
      "number or change messages"),
     ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
      "{% if add_generation_prompt %}assistant: {% endif %}", "no special token ends a reply"),
     ("{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML,
      "fails: too long"),
-    ("{% for m in", "fails"),
     (None, "no chat template; use a chat model"),
 ])
 def test_a_template_that_changes_messages_is_refused_in_one_line(template, says):
@@ -231,7 +229,6 @@ def test_a_special_token_of_one_character_is_replaced():
 @pytest.mark.parametrize("written, stops, kept, reply", [
     (["click[Buy Now", "]\n", "Observation", ":", " won"], ("\nObservation:",), 2,
      "click[Buy Now]"),
-    (["go", "]\n\n", "Task", ":"], ("\n\nTask:",), 2, "go]"),
     (["go", " xObservation", ":"], ("Observation:",), 1, "go"),  # x has no token of its own
     (["Observation", ":", "won"], ("Observation:",), 0, ""),
     (["a", "\n---", "b", "Observation", ":"], ("Observation:", "\n---"), 1, "a"),
@@ -249,6 +246,12 @@ def test_a_reply_that_is_cut_at_a_stop_string_is_the_text_of_its_ids(written, st
     added = [] if ids[:kept][-1:] == [encoder.end_of_turn] else [encoder.end_of_turn]
     assert encoder.close(ids, stops) == (ids[:kept], added, reply)
     assert encoder.decode(ids[:kept]).strip() == reply
+
+
+@pytest.mark.parametrize("name, kept", [("chatml", " a "), ("llama3", "a")])
+def test_a_reply_has_its_outer_whitespace_if_the_template_keeps_it(name, kept):
+    encoder = Encoder(make_tokenizer(name))
+    assert encoder.decode(encoder.reply(" a ")) == kept
 
 
 def test_decoding_changes_no_whitespace():
@@ -284,14 +287,10 @@ def test_reply_ends_also_finds_replies_without_sampled_tokens(name):
     (dict(role="user", content="b"), "message by message"),
     (dict(role="assistant", content=["a"]), "no text"),
     (dict(role="assistant", content="half \ud83d"), "lone surrogate"),
-    (dict(role="assistant", content="a", tool_calls=[]), "message 2 has the fields role, content, tool_calls"),
-    (dict(role="assistant"), "message 2 has the fields role")])
+    (dict(role="assistant", content="a", tool_calls=[]), "the fields role, content, tool_calls")])
 def test_a_message_in_another_format_is_refused(turn, says, encoder):
     with pytest.raises(UsageError, match=says):
         encoder.encode([CONVERSATION[0], turn], 1)
-    for page in "half \udc00", None, b"bytes":
-        with pytest.raises(UsageError, match="no text|lone surrogate"):
-            encoder.observation(page)
 
 
 # ------------------------------------------------------------------------ vocabulary and tokenizer

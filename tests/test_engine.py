@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import make_model, make_tokenizer, one_token_at_a_time, plain_log_probs
 from family_models import tiny_model
-from test_dpo import VOCABULARY, random_trajectories
+from test_dpo import VOCABULARY, gradients, random_trajectories
 from transformers import GPT2Config, GPT2LMHeadModel, MptConfig, XLNetConfig
 
 from common.settings import UsageError
@@ -83,9 +83,6 @@ def test_a_saved_agent_stops_at_the_end_tokens_of_its_base_and_at_the_end_of_tur
 
 FORMS = {  # family -> RoPE parameters of its config, and the fields that transformers 4 reads
     "llama": (dict(rope_type="default", rope_theta=1e6), dict(rope_theta=1e6, rope_scaling=None)),
-    "qwen3": (dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=32),
-              dict(rope_theta=1e6, rope_scaling=dict(
-                  rope_type="yarn", factor=4.0, original_max_position_embeddings=32))),
     "phi": (dict(rope_type="linear", rope_theta=1e6, factor=4.0, partial_rotary_factor=0.5),
             dict(rope_theta=1e6, partial_rotary_factor=0.5,
                  rope_scaling=dict(rope_type="linear", factor=4.0))),
@@ -308,10 +305,8 @@ def test_prefix_sharing_changes_neither_log_probs_nor_gradients(tokens, part, mo
 
 def gradient_of(model, log_probs):
     """Returns the gradient of a weighted sum of the finite log-probabilities."""
-    model.zero_grad()
     finite = log_probs[log_probs.isfinite()]
-    (finite * torch.linspace(-1, 2, len(finite))).sum().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradients(model, (finite * torch.linspace(-1, 2, len(finite))).sum())
 
 
 # --------------------------------------------------------------------------------- self-check

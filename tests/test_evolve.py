@@ -4,7 +4,7 @@ import math
 import os
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from conftest import ended, fork_ranks, kills_until_it_ends
 
 import evolve
+from coevolve import by_task
 from common.files import read_json, read_jsonl, write_jsonl
 from common.settings import UsageError, parse
 from dpo import Trajectory
@@ -338,7 +339,6 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     idle = ["click[buy now]", *solution]
     other = {**found["task"], "goal_options": ["mauve"]}
     for says, wrong in (("earns 0.00", dict(solution=solution[:-1])), ("earns", dict(task=other)),
-                        ("not executed", dict(solution=solution + ["click[buy now]"])),
                         ("not executed", dict(solution=idle)),
                         ("longer", dict(solution=["nonsense"] * 11 + solution))):
         assert says in generator.verify({**found, **wrong})
@@ -437,8 +437,8 @@ def test_finds_are_judged_in_their_order(verify, third, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(small_model, tmp_path, monkeypatch):
-    """run(method, out, env_type, kind, **settings) -> the finished run; method None: one to begin."""
-    def start(method="evolve", out="run", env_type=Letters, kind=engine_run.Run, **changed):
+    """run(method, out, env_type, **settings) -> the finished run; method None: one to begin."""
+    def start(method="evolve", out="run", env_type=Letters, **changed):
         monkeypatch.setattr(engine_run, "make", lambda *_, **__: env_type())
         constants = dict(MINIBATCH=2, EXPLORER_TEMPERATURE=1.5, EXPLORER_EPISODES=2)
         for name in [name for name in changed if name.isupper()]:
@@ -450,7 +450,7 @@ def run(small_model, tmp_path, monkeypatch):
             max_tokens=400, max_new_tokens=4, warm_start="none", start_tasks=5, grpo_steps=6,
             evolve_every=2, evaluate_every=9, step_tasks=3, step_rollouts=4,
             grpo_lr=1e-4, grpo_temperature=1.5, near_text=1.0, picks=2) | changed)
-        r = kind(s, environment("webshop")())
+        r = engine_run.Run(s, environment("webshop")())
         if method:
             evolve.METHODS[method].loop(r)
             r.close()
@@ -498,24 +498,16 @@ def test_the_task_set_grows_from_signals(run):
         evolve.env_with(r, d[2][1:])
 
 
-def with_advantages(file):
-    """Returns (trajectory, advantage) of all trajectories in a file that have an advantage."""
-    groups = defaultdict(list)
-    for t in read(file):
-        groups[t.task].append(t)
-    pairs = []
-    for group in groups.values():
-        pairs += zip(group, evolve.advantages_of([t.reward for t in group]))
-    return pairs
-
-
 def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
     """In the first step, the policy equals the sampler's and the reference."""
     r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, MINIBATCH=9, grpo_lr=1e-2)
     [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
-    trained = with_advantages(r.folder / "iter1/target-agent/episodes.jsonl")
-    total = sum(advantage * t.action_count for t, advantage in trained)
-    tokens = sum(t.action_count for t, _ in trained)
+    groups = by_task(read(r.folder / "iter1/target-agent/episodes.jsonl"))
+    total = tokens = 0
+    for group in groups.values():
+        for t, advantage in zip(group, evolve.advantages_of([t.reward for t in group])):
+            total += advantage * t.action_count
+            tokens += t.action_count
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-5)
     assert first["kl"] == pytest.approx(0, abs=1e-4) and abs(second["kl"]) > 1e-3
     assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))

@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import plain_log_probs
 from family_models import CLASSES, MUSIC, default, tiny_model
+from test_engine import conversations, gradient_of
 
 import dpo
 from common.settings import UsageError
@@ -77,32 +78,16 @@ def test_a_family_has_the_log_probs_of_plain_forward_passes_or_is_refused(
 
 @torch.no_grad()
 def assert_replies_are_right(model, encoder, backend):
-    """Checks replies of conversations that begin and end at different turns. Each token has the
-    log-probability of a plain forward pass, and a conversation does not depend on its batch."""
+    """Checks that each token of conversations that begin and end at different turns has the
+    log-probability of a plain forward pass."""
     never = (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
-    together = conversations(model, encoder, backend, never, range(4))
-    for t in together:
-        plain = plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
-        assert (plain - torch.tensor(t.log_probs)).abs().max() < 1e-4
-    assert conversations(model, encoder, backend, never, [1])[0].ids == together[1].ids
-
-
-def conversations(model, encoder, backend, never, which):
-    """Returns some of four conversations. The last of them begins when the first has ended."""
-    texts, rng = texts_of(encoder), random.Random(5)
-    begun = [(Trajectory(ids=list(ids), action_mask=[0] * len(ids)), random.Random(n))
-             for n, ids in enumerate([*texts, texts[1] + [7, 8]])]
-    told = rng.choices(texts[0], k=6)
     attention = model.config._attn_implementation
-    answer = make_generator(backend, model, TokenSampler(Sampler(0.7, never), encoder, ()), 3, LONGEST, 5, LONGEST)
-    for playing in [0, 1, 2], [0, 1, 2], [1, 2, 3]:
-        asked = [begun[n] for n in playing if n in which]
-        for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
-            t.extend(ids, is_action=True)
-            t.log_probs += log_probs
-            t.extend(told, is_action=False)
+    draw = TokenSampler(Sampler(0.7, never), encoder, ())
+    found = conversations(make_generator(backend, model, draw, 8, 200, 9, 200))
     model.set_attn_implementation(attention)
-    return [begun[n][0] for n in which]
+    for t in found.values():
+        plain = plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
+        assert plain.tolist() == pytest.approx(t.log_probs, abs=1e-4)
 
 
 def texts_of(encoder) -> list[list[int]]:
@@ -112,21 +97,13 @@ def texts_of(encoder) -> list[list[int]]:
     return [texts[0], texts[0][:12] + texts[1], texts[2]]
 
 
-def gradient(model, log_probs: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a weighted sum with respect to all parameters."""
-    model.zero_grad()
-    (log_probs * torch.linspace(-1, 2, len(log_probs))).sum().backward()
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten()
-                      for p in model.parameters()])
-
-
 def assert_passes_are_right(model, encoder, passes):
     """Checks log-probabilities of a batch, and their gradient with gradient checkpointing."""
     rng = random.Random(4)
     texts = [Trajectory(ids=ids, action_mask=[0] + [int(rng.random() < 0.5) for _ in ids[1:]])
              for ids in texts_of(encoder)]
     expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask) for t in texts])
-    wanted = gradient(model, expected)
+    wanted = gradient_of(model, expected)
     models.prepare(model, recompute=True)
     attention = model.config._attn_implementation
     if passes == "prefix_sharing":
@@ -135,7 +112,7 @@ def assert_passes_are_right(model, encoder, passes):
     else:
         found = dpo.token_log_probs(model, texts)
     assert (found - expected).abs().max() < 1e-4
-    assert (gradient(model, found) - wanted).norm() < 1e-4 * wanted.norm()
+    assert (gradient_of(model, found) - wanted).norm() < 1e-4 * wanted.norm()
     model.set_attn_implementation(attention)
 
 
@@ -156,9 +133,7 @@ def test_the_self_check_finds_faults_that_depend_on_the_config(family, more, bac
 
 @pytest.mark.parametrize("family, name, text, more", [
     ("gemma3", "Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", dict(mm_tokens_per_image=4)),
-    ("gemma4", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", {}),
-    ("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", {}),
-    ("llama4", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", {})])
+    ("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", {})])
 def test_of_a_multimodal_checkpoint_the_text_model_is_loaded(family, name, text, more, tmp_path):
     whole = tiny_model(family, kind=name, **more)
     whole.save_pretrained(tmp_path / "whole")

@@ -142,7 +142,6 @@ def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_mod
     before = base.get_output_embeddings().weight
     assert not torch.equal(agent.get_output_embeddings().weight, before)
     assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
-    assert agent.generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
     # The same command makes what is missing, and the same agent; the page of its run shows pairs.
     weights = (out / "model.safetensors").read_bytes()
@@ -156,11 +155,6 @@ def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_mod
         learn.main([str(file(ROWS)), "--model", str(small_model), "--out", str(out), "--seed", "1"])
 
 
-def turn(content, **more):
-    return [*ROWS[0]["messages"], dict(role="user", content="on"),
-            dict(role="assistant", content=content) | more]
-
-
 @pytest.mark.parametrize("line, says", [
     (json.dumps(row("a", 1.0, "grün"), ensure_ascii=False).encode("latin-1"), "can't decode byte"),
     (row("a", 1.5, "x"), "reward 1.5 is not a number from 0 to 1"),
@@ -169,11 +163,10 @@ def turn(content, **more):
     (row(7, 1.0, "x"), "task 7 and agent 'target' must be names"),
     (row("a", 1.0), "its messages have the roles []"),
     (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its messages have the roles ['assistant'"),
-    (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], dict(role="assistant", content="x")]), "message by message"),
     (row("a", 1.0, None), "is not a string"),
     # A field that is not read would change the training data without an error.
     (row("a", 1.0, "x", system="Be brief."), "it has 'system', which is not supported; remove it"),
-    (row("a", 1.0, "x") | dict(messages=turn("x", weight=0)), "turn 6: it has 'weight'")])
+    (row("a", 1.0) | dict(messages=[dict(role="user", content="", weight=0)]), "it has 'weight'")])
 def test_a_line_that_cannot_be_used_is_refused_with_its_number(file, line, says):
     path = file([ROWS[0], {}])
     data = line if isinstance(line, bytes) else json.dumps(line).encode()
@@ -224,7 +217,6 @@ def test_more_than_two_agents_are_refused(agents, file):
 @pytest.mark.parametrize("rows, flags, says", [
     (ROWS, ["--rollouts", "2"], "--rollouts is not read"),
     (ROWS, ["--out", "."], "--out .: it is not empty"),
-    ([], [], "mine.jsonl: no trajectory is left"),
     ([ROWS[0], dict(task="a")], [], "mine.jsonl, line 2: it has no 'messages'")])
 def test_errors_are_found_before_a_model_is_loaded(rows, flags, says, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

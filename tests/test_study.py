@@ -4,12 +4,10 @@ import json
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -314,10 +312,7 @@ def test_weights_of_different_shapes_have_no_numeric_difference(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def no_endpoints(monkeypatch):
-    """Replaces lab/settings.py by the parts that a study needs, without the methods for endpoints."""
-    monkeypatch.setitem(sys.modules, "lab.settings", SimpleNamespace(
-        METHODS=methods.METHODS, Settings=methods.Settings))
+def own_environment_variables(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ})
 
 
