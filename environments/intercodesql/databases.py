@@ -109,18 +109,9 @@ def _number(value) -> float:
     return float(number[0]) if number else 0
 
 
-def _length(text: str, count) -> int:
-    """Returns the number of characters that LEFT(text, count) and RIGHT(text, count) return.
-
-    This number is `count` as an integer between 0 and the length of `text`. If `count` is a number,
-    the function rounds it. If `count` is a text such as "2.7", the function drops the fraction.
-    """
-    half = 0.5 if isinstance(count, (int, float)) else 0
-    return int(min(max(_number(count), 0), len(text)) + half)
-
-
 def _left(text, count) -> str:
-    return _text(text)[:_length(_text(text), count)]
+    text = _text(text)
+    return text[:int(min(max(_number(count), 0), len(text)))]
 
 
 def _right(text, count) -> str:
@@ -136,20 +127,6 @@ def _concat_ws(between, first, *more):
     return None if between is None else _text(between).join(texts)
 
 
-def _extreme(choose):
-    """Returns MySQL's function GREATEST if `choose` is max, or LEAST if `choose` is min.
-
-    The function compares its arguments as numbers if all of them are numbers, and otherwise as
-    texts.
-    """
-    def function(first, second, *more):
-        values = [first, second, *more]
-        if all(isinstance(value, (int, float)) for value in values):
-            return choose(values)
-        return choose(map(_text, values), key=str.lower)
-    return _or_null(function)
-
-
 _DATE = re.compile(r"\s*(?:(\d{4}|\d\d)(\d\d)(\d\d)(?:\d{6})?"
                    r"|(\d{1,4})[^\w\s]+(\d\d?)[^\w\s]+(\d\d?))(?!\d)", re.A)
 
@@ -160,10 +137,6 @@ def _part_of_date(part: int):
     The function returns NULL if its argument is not a date.
     """
     def function(value):
-        if isinstance(value, (int, float)):  # the digits are YYMMDD or YYYYMMDD
-            if not (value == 0 or 101 <= value < 10 ** 14):
-                return None
-            value = f"{int(value):0{6 if 0 < value < 10 ** 6 else 8}}"
         date = _DATE.match(_text(value))
         if not date:
             return None
@@ -214,8 +187,6 @@ FUNCTIONS = {
     "left": (2, _or_null(_left)),
     "right": (2, _or_null(_right)),
     "char_length": (1, _or_null(lambda text: len(_text(text)))),
-    "greatest": (-1, _extreme(max)),
-    "least": (-1, _extreme(min)),
     "year": (1, _part_of_date(0)),
     "month": (1, _part_of_date(1)),
     "day": (1, _part_of_date(2)),
@@ -442,7 +413,7 @@ class MySQL:
         return self._checked(lambda: self._run(sql))
 
     def close(self):
-        connection, self._connection = self._connection, None
+        connection = self._connection
         # If a result is still open, PyMySQL fetches the remaining rows before it closes the
         # connection. The line below the condition prevents this.
         if connection and connection._result:
