@@ -119,6 +119,11 @@ def first_reply(messages: list[dict], turns: int) -> int:
     return replies[-turns] if 0 < turns <= len(replies) else len(messages)
 
 
+def numbered(tasks: list) -> dict[str, object]:
+    """Returns a dict that maps the keys "0", "1", ... to the tasks, in order."""
+    return {str(n): task for n, task in enumerate(tasks)}
+
+
 def words_of(text: str) -> str:
     """Returns the words and numbers of a text in lower case, separated by spaces."""
     return " ".join(re.findall(r"\w+", text.lower()))

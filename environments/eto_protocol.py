@@ -47,17 +47,6 @@ class ProtocolOptions(Options):
              "the explorers of this method need this project's texts; leave out one of the two")]
 
 
-# ETO's and IPR's code returns these observations after a reply without an action. The texts are
-# copied verbatim.
-NO_ACTION = "Invalid format. The input must contains 'Action: '"
-NO_SQL_ACTION = (
-    "I don't understand your input.\n Your input shoud include the key world \"Action:\".\n If you "
-    "want to perform a query operation, please use the following format:\n Action: \n```sql\nthe "
-    "mysql code\n```. And the action should be executable and should not contain natural "
-    "language.\n If you have got the final answer, please use the following format:\n Action: "
-    "submit. Remember your output should contain only one \"Action:\" part.")
-
-
 class EtoEnvironment:
     """Wraps one of our environments so that its episodes are the same as in ETO's code.
 
@@ -65,7 +54,9 @@ class EtoEnvironment:
     """
     stops = ("\nObservation:", "\nTask:", "\n---")
     heading = "Observation: "
-    no_action = NO_ACTION
+    # ETO's code returns this observation after a reply without an action. The text is copied
+    # verbatim.
+    no_action = "Invalid format. The input must contains 'Action: '"
 
     def __init__(self, inner: Environment, instruction: str, examples: list[list[dict]]):
         """
@@ -80,14 +71,10 @@ class EtoEnvironment:
         self.instruction = instruction
         self.examples = examples
 
+    reset = Environment.reset  # calls the `start` of this class, if it has one
+
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
-
-    def reset(self, task: str) -> str:
-        return self.start(self.find(task))
-
-    def start(self, what) -> str:
-        return self.inner.start(what)
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """Returns the first messages of an episode: the instruction, the reply "OK", the example
@@ -149,7 +136,7 @@ class EtoScienceWorld(EtoEnvironment):
     """
 
     def start(self, what) -> str:
-        description = super().start(what)
+        description = self.inner.start(what)
         self.inner.reached = -1.0
         return f"Task Description:\n{description}"
 
@@ -164,7 +151,12 @@ class EtoInterCodeSQL(EtoEnvironment):
     The reward can be negative, and most error messages end with a newline. The action is extracted
     from a reply in the same way as in our own protocol.
     """
-    no_action = NO_SQL_ACTION
+    no_action = (
+        "I don't understand your input.\n Your input shoud include the key world \"Action:\".\n If "
+        "you want to perform a query operation, please use the following format:\n Action: \n```sql"
+        "\nthe mysql code\n```. And the action should be executable and should not contain natural "
+        "language.\n If you have got the final answer, please use the following format:\n Action: "
+        "submit. Remember your output should contain only one \"Action:\" part.")
 
     def __init__(self, inner: Environment, *args):
         self.action = inner.action

@@ -71,8 +71,6 @@ def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Call
             if not lists[split]:
                 raise ValueError("the list has no task for these settings")
 
-    listed = set()
-    for tasks in lists.values():
-        listed |= {*tasks}
+    listed = set().union(*lists.values())
     validation = [task for task in rule["validation"] if task not in listed]
     return {**rule, "validation": validation, **lists}

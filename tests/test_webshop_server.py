@@ -36,8 +36,8 @@ def shop_server(serve):
         answer, "HTTP/1.1")
 
 
-def client(server, view="full", **changed):
-    return WebShopServer(server.url, view, **changed)
+def client(server, view="full"):
+    return WebShopServer(server.url, view)
 
 
 # ------------------------------------------------------------------------- recorded exchanges
@@ -357,7 +357,7 @@ def test_a_fault_ends_the_episode_and_changes_nothing_after_it(official, fault, 
     official.faults = [fault] * 20
     with pytest.raises(envs.EnvError, match=says) as error, monkeypatch.context() as patch:
         if isinstance(fault, float):
-            patch.setattr(shop._client, "_timeout", 0.1)  # the answer comes later
+            patch.setattr(Client, "timeout", 0.1)  # the answer comes later
         shop.step(SEARCH)
     assert f"goal 1 at {official.url}" in str(error.value) and "\n" not in str(error.value)
     assert len(official.faults) >= 20 - 6  # redirects are bounded
@@ -365,12 +365,14 @@ def test_a_fault_ends_the_episode_and_changes_nothing_after_it(official, fault, 
     assert episode(Again(shop)) == expected
 
 
-def test_the_first_request_has_time(official):
+def test_the_first_request_has_time(official, monkeypatch):
     official.faults = [0.4]
-    assert client(official, timeout=0.1).reset(TASK).startswith("WebShop")
+    monkeypatch.setattr(Client, "timeout", 0.1)
+    assert client(official).reset(TASK).startswith("WebShop")
     official.faults = [0.4]
+    monkeypatch.setattr(Client, "load_timeout", 0.1)
     with pytest.raises(envs.EnvError, match="ReadTimeout.*has loaded its catalogue"):
-        client(official, load_timeout=0.1).reset(TASK)
+        client(official).reset(TASK)
 
 
 def test_only_one_client_requests_from_a_cold_server(official):

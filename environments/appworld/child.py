@@ -210,13 +210,13 @@ def visible_paths(task: str | None, truth: bool) -> list[str]:
         truth: True if the process can also read the task's ground truth.
     """
     paths = sysconfig.get_paths()
-    libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    libraries = sorted({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     if task is None:
-        return sorted(libraries)
+        return libraries
     data = f"{ROOT}/data"
     folder = f"{data}/tasks/{task}"
     of_task = [folder] if truth else [f"{folder}/specs.json", f"{folder}/dbs"]
-    return [*sorted(libraries), f"{data}/base_dbs", f"{data}/api_docs", *of_task]
+    return [*libraries, f"{data}/base_dbs", f"{data}/api_docs", *of_task]
 
 
 def run_fork(line: int, report: int, do: str, task: str | None) -> None:

@@ -3,16 +3,16 @@
 import ast
 import hashlib
 import itertools
-import json
 import re
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock
 
 from common.settings import UsageError
+from environments.user_files import read_json
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = "appworld==0.1.3.post1"  # pinned, because other versions come with different data
@@ -32,8 +32,7 @@ def interpreter() -> str:
 
     Raises UsageError if the package is not installed.
     """
-    name = PACKAGE.replace("==", "-")
-    if not (VENV / f"has-{name}").exists():
+    if not (VENV / f"has-{PACKAGE.replace('==', '-')}").exists():
         raise UsageError(f"appworld: the package {PACKAGE} is not in {VENV}; "
                       "bash run.sh appworld --help installs it")
     return str(VENV / "bin/python")
@@ -86,7 +85,7 @@ def make_small_appworld(folder: Path) -> Path:
     return folder
 
 
-@lru_cache(None)
+@cache
 def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
     """Reads the task ids of all splits.
 
@@ -169,7 +168,7 @@ def specs(root: Path, key: str) -> dict:
     `instruction` is the text of the task. `supervisor` is a dict with the data of the person who
     gives the instruction, such as name and email address.
     """
-    return json.loads((root / "data/tasks" / key / "specs.json").read_text())
+    return read_json(root / "data/tasks" / key / "specs.json")
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:
@@ -181,11 +180,11 @@ def start_changes(root: Path, key: str) -> dict[str, str]:
     return {file.name: file.read_text() for file in sorted(folder.iterdir())}
 
 
-@lru_cache(None)
+@cache
 def documents(root: Path) -> dict[str, dict]:
     """Returns the documentation of all APIs, as a dict with a key "APP.API" for each API."""
     by_name = {}
     for file in sorted((root / "data/api_docs/standard").glob("*.json")):
-        for api, document in json.loads(file.read_text()).items():
+        for api, document in read_json(file).items():
             by_name[f"{file.stem}.{api}"] = document
     return by_name

@@ -55,13 +55,14 @@ class AppWorld(Environment):
         # The short view also has the prompt. Only the tiny model needs a view without a prompt, and
         # the tiny model is never used with AppWorld.
         self.prompt = PROMPT
-        python = data.interpreter()
-        folder = Path(appworld_root).resolve() if appworld_root else data.small_appworld()
-        root = data.checked_path(folder)
+        if appworld_root:
+            root = data.checked_path(Path(appworld_root).resolve())
+        else:
+            root = data.small_appworld()
         self.splits = data.splits(root, official=bool(appworld_root))
         self.test_splits = tuple(self.splits)[2:]
         self.share_of_tests = appworld_reward == "tests"
-        self.judge = Judge(python, root)
+        self.judge = Judge(data.interpreter(), root)
         self._episode = None
 
     def task_generator(self):

@@ -31,10 +31,11 @@ class Draft:
     Attributes:
         text: The instruction.
         apps: Apps that the solution uses.
-        steps: Code of the solution, as a list with one item for each reply.
+        steps: Code of the solution, as a list with one item for each reply. The steps that all
+            solutions have are left out, see `solution`.
         wants: Changes that the solution must make, as a dict that maps tables to changes. The
             changes in a table are {"added": [fields of a new record, ...]} or
-            {"updated": {id of a record: its new fields}}.
+            {"updated": [(id of a record, its new fields), ...]}.
         answer: The correct answer, or None if the task needs no answer.
     """
     text: str
@@ -50,6 +51,16 @@ def login(app: str, person: dict) -> str:
             '["access_token"]')
 
 
+def solution(person: dict, draft: Draft) -> list[str]:
+    """Returns all steps of a solution.
+
+    The first steps read the person's passwords and log in to the first of the draft's apps. The
+    last step completes the task.
+    """
+    start = [LOOK, login(draft.apps[0], person)]
+    return [*start, *draft.steps, DONE if draft.answer is None else ANSWER]
+
+
 def find_contact(name: str) -> str:
     return (f'people = apis.phone.search_contacts(access_token=token, query="{name}")\n'
             f'print(people)\nfriend = next(row for row in people if row["first_name"] == "{name}")')
@@ -61,9 +72,7 @@ def alarm_new(person: dict, rng: random.Random) -> Draft:
     time = rng.choice(HOURS)
     return Draft(
         f'Set an alarm on my phone for {time} and label it "{label}".', ["phone"],
-        [LOOK, login("phone", person),
-         f'print(apis.phone.create_alarm(access_token=token, time="{time}", label="{label}"))',
-         DONE],
+        [f'print(apis.phone.create_alarm(access_token=token, time="{time}", label="{label}"))'],
         {"phone.Alarm": dict(added=[dict(time=time, label=label, enabled=True)])})
 
 
@@ -74,8 +83,7 @@ def alarm_count(person: dict, rng: random.Random) -> Draft:
     times = [alarm["time"] for alarm in person["alarms"]]
     return Draft(
         f"How many alarms on my phone are set to a time {side} {hour}?", ["phone"],
-        [LOOK, login("phone", person),
-         f'{ALARMS}\nanswer = sum(row["time"] {sign} "{hour}" for row in alarms)', ANSWER],
+        [f'{ALARMS}\nanswer = sum(row["time"] {sign} "{hour}" for row in alarms)'],
         answer=sum(time < hour if side == "before" else time > hour for time in times))
 
 
@@ -84,9 +92,8 @@ def contact_number(person: dict, rng: random.Random) -> Draft:
     name = contact["first_name"]
     return Draft(
         f"What is the phone number of {name} {contact['last_name']}, one of my contacts?",
-        ["phone"],
-        [LOOK, login("phone", person), f'{find_contact(name)}\nanswer = friend["phone_number"]',
-         ANSWER], answer=contact["phone_number"])
+        ["phone"], [f'{find_contact(name)}\nanswer = friend["phone_number"]'],
+        answer=contact["phone_number"])
 
 
 def note_more(person: dict, rng: random.Random) -> Draft:
@@ -95,12 +102,11 @@ def note_more(person: dict, rng: random.Random) -> Draft:
     content = f"{note['content']}\n{line}"
     return Draft(
         f'Add the line "{line}" at the end of my note "{title}".', ["simple_note"],
-        [LOOK, login("simple_note", person),
-         f'notes = apis.simple_note.search_notes(access_token=token, query="{title}")\n'
+        [f'notes = apis.simple_note.search_notes(access_token=token, query="{title}")\n'
          f'print(notes)\nnote = next(row for row in notes if row["title"] == "{title}")',
          'print(apis.simple_note.add_content_to_note(access_token=token, note_id=note["note_id"], '
-         f'append_or_prepend="append", added_content="{line}"))', DONE],
-        {"simple_note.Note": dict(updated={note["note_id"]: dict(content=content)})})
+         f'append_or_prepend="append", added_content="{line}"))'],
+        {"simple_note.Note": dict(updated=[(note["note_id"], dict(content=content))])})
 
 
 def alarm_move(person: dict, rng: random.Random) -> Draft:
@@ -109,11 +115,10 @@ def alarm_move(person: dict, rng: random.Random) -> Draft:
     time = rng.choice([hour for hour in HOURS if hour != alarm["time"]])
     return Draft(
         f'Move my phone\'s alarm "{label}" to {time}.', ["phone"],
-        [LOOK, login("phone", person),
-         f'{ALARMS}\nalarm = next(row for row in alarms if row["label"] == "{label}")',
+        [f'{ALARMS}\nalarm = next(row for row in alarms if row["label"] == "{label}")',
          'print(apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], '
-         f'time="{time}"))', DONE],
-        {"phone.Alarm": dict(updated={id: dict(time=time)})})
+         f'time="{time}"))'],
+        {"phone.Alarm": dict(updated=[(id, dict(time=time))])})
 
 
 def number_noted(person: dict, rng: random.Random) -> Draft:
@@ -124,9 +129,9 @@ def number_noted(person: dict, rng: random.Random) -> Draft:
         f'Write a note with the title "{title}" whose content is the phone number of '
         f"{name} {contact['last_name']}, nothing else; my phone's contacts have it.",
         ["phone", "simple_note"],
-        [LOOK, login("phone", person), find_contact(name), login("simple_note", person),
+        [find_contact(name), login("simple_note", person),
          f'print(apis.simple_note.create_note(access_token=token, title="{title}", '
-         'content=friend["phone_number"]))', DONE],
+         'content=friend["phone_number"]))'],
         {"simple_note.Note": dict(added=[dict(title=title, content=contact["phone_number"])])})
 
 

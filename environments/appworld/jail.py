@@ -57,7 +57,7 @@ DENIED = (
 NEWER = range(424, 600)
 
 
-def enter(visible: list[str], own: list[str], megabytes: int, report: int | None = None) -> None:
+def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> None:
     """Continues the program in a new, isolated process.
 
     This function returns only in the new process. The calling process waits until the new process
@@ -83,13 +83,12 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int | None
     if process := os.fork():
         # Close the calling process's copies of the sockets. Otherwise the client would not notice
         # that the new process has closed the sockets.
-        os.closerange(0, report or 1 << 16)
+        os.closerange(0, report)
         _, status = os.waitpid(process, 0)
-        if report and status != 9:
+        if status != 9:
             os.write(report, b"ended")
         os._exit(0)
-    if report:
-        os.close(report)
+    os.close(report)
     # Start a new process group. A signal that the agent's code sends to its process group then
     # reaches no other episode.
     os.setsid()

@@ -31,7 +31,7 @@ from appworld.collections.api_docs import ApiDocCollection  # noqa: E402
 from appworld.collections.models import ModelCollection  # noqa: E402
 from appworld.common.constants import DB_VERSION  # noqa: E402
 from appworld.requester import Requester  # noqa: E402
-from families import HOURS, IDEAS, JOBS, LINES, SEEN, UNSEEN, Draft  # noqa: E402
+from families import HOURS, IDEAS, JOBS, LINES, SEEN, UNSEEN, Draft, solution  # noqa: E402
 
 PEOPLE = ("Ada Quist", "Bela Norr", "Cleo Varga", "Dina Holt", "Emil Sato", "Fay Lund",
           "Gus Perrin", "Hana Brook", "Ivo Castell", "Jun Madsen", "Kira Fenn", "Leo Tamm")
@@ -167,23 +167,21 @@ def write_task(data: Path, id: str, person: dict, draft: Draft) -> None:
     write(folder / "specs.json", dict(
         instruction=draft.text, supervisor=fields, datetime=TODAY.isoformat(),
         db_version=DB_VERSION))
-    steps = "\n".join(draft.steps).replace("\n", "\n    ")
-    for want in draft.wants.values():
-        if "updated" in want:  # stored as a list, because keys of a JSON object cannot be numbers
-            want["updated"] = sorted(want["updated"].items())
+    steps = solution(person, draft)
     truth = {"public_data": {}, "private_data": dict(wants=draft.wants), "answer": draft.answer,
              "required_apps": draft.apps, "api_calls": [],
              # Write all counts of the metadata. If the number of code lines is missing, the package
              # computes it with the code formatter black, which the package does not install.
              "metadata": dict(mode="full", difficulty=1, num_apps=len(draft.apps),
-                              num_apis=len(draft.steps), num_api_calls=len(draft.steps),
-                              num_solution_code_lines=len(draft.steps)),
+                              num_apis=len(steps), num_api_calls=len(steps),
+                              num_solution_code_lines=len(steps)),
              "test_data": [dict(requirement=test, label="no_op_fail") for test in TESTS]}
     for name, content in truth.items():
         write(folder / "ground_truth" / f"{name}.json", content)
     write(folder / "ground_truth/evaluation.py", EVALUATION)
-    solution = f"def solution(apis, requester):\n    {steps}\n"
-    write(folder / "ground_truth/compiled_solution.py", solution)
+    code = "\n".join(steps).replace("\n", "\n    ")
+    source = f"def solution(apis, requester):\n    {code}\n"
+    write(folder / "ground_truth/compiled_solution.py", source)
 
 
 def write_documents(data: Path) -> None:

@@ -171,8 +171,9 @@ class TaskGenerator:
             return "its replays differ"
         if not (candidate.get("template") or self._states_all(task, first)):
             return "its text does not state every value that its code needs"
-        if any(first.changed):
-            last = len(first.changed) - 1 - first.changed[::-1].index(True)
+        changing = [n for n, changed in enumerate(first.changed) if changed]
+        if changing:
+            last = changing[-1]
             shorter_code = task["code"][:last] + task["code"][last + 1:]
         else:  # no part changed the apps, so the answer must be necessary
             shorter_code = [DONE]
@@ -280,8 +281,7 @@ def texts_of(node: ast.Compare) -> list[str]:
 
 def codes(replies: list[str]) -> list[str]:
     """Returns the code block of each reply. Replies without a code block are skipped."""
-    blocks = map(code_of, replies)
-    return [code for code in blocks if code]
+    return [*filter(None, map(code_of, replies))]
 
 
 def tree_of(code: str) -> ast.AST | None:

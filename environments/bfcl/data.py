@@ -6,12 +6,13 @@ import json
 import random
 import sys
 from collections import Counter, defaultdict
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 
-from environments import UsageError
+from common.files import read_jsonl
+from common.settings import UsageError
 
 PACKAGE = "bfcl-eval==2026.3.23"  # pinned, because other versions have other ground truths
 
@@ -38,7 +39,7 @@ def simulator_class(name: str) -> type:
     return getattr(import_module(backend.CLASS_FILE_PATH_MAPPING[name]), name)
 
 
-@lru_cache(None)
+@cache
 def documents(name: str) -> dict[str, dict]:
     """Returns the documentation of a simulator's functions, as a dict {function name: document}.
 
@@ -48,7 +49,7 @@ def documents(name: str) -> dict[str, dict]:
     return {row["name"]: row for row in rows}
 
 
-@lru_cache(None)
+@cache
 def _entries(category: str) -> dict[str, dict]:
     rows = _rows(f"BFCL_v4_multi_turn_{category}.json")
     return {row["id"].removeprefix("multi_turn_").replace("_", "-"): row for row in rows}
@@ -73,8 +74,10 @@ def start_state(key: str) -> dict:
 def functions(start: str) -> dict[str, dict]:
     """Returns the documentation of all functions of the simulators in a start state, as a dict
     {function name: document}."""
-    return {name: row for simulator in start_state(start)["classes"]
-            for name, row in documents(simulator).items()}
+    documented = {}
+    for simulator in start_state(start)["classes"]:
+        documented |= documents(simulator)
+    return documented
 
 
 def prose(document: dict) -> str:
@@ -83,7 +86,7 @@ def prose(document: dict) -> str:
     return document["description"].rpartition("Tool description: ")[2].strip()
 
 
-@lru_cache(None)
+@cache
 def tasks(category: str) -> dict[str, dict]:
     """Returns the tasks of a category, as a dict {CATEGORY-NUMBER: task}.
 
@@ -119,7 +122,7 @@ def as_json(call: str, documented: dict[str, dict]) -> dict:
                 arguments={name: ast.literal_eval(value) for name, value in arguments})
 
 
-@lru_cache(None)
+@cache
 def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
     """Returns the splits, as a dict {split: {key: task}}.
 
@@ -161,5 +164,4 @@ def _split_of_numbers() -> dict[int, str]:
 
 
 def _rows(path: str) -> list[dict]:
-    text = files("bfcl_eval").joinpath("data", path).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return read_jsonl(files("bfcl_eval") / "data" / path)

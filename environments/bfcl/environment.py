@@ -77,9 +77,9 @@ class Bfcl(Environment):
         self.results = []  # the results of the agent's calls, as texts
         self._passed = []  # one bool for each turn checked so far, True if the turn passed
         self.max_turns = (MAX_REPLIES + 1) * len(task["turns"])
-        later = {name for names in self._hidden.values() for name in names}
-        names = data.functions(task["start"])
-        return message_of_user(self, [name for name in names if name not in later])
+        later = set().union(*self._hidden.values())
+        names = [name for name in data.functions(task["start"]) if name not in later]
+        return message_of_user(self, names)
 
     def step(self, reply: str) -> Step:
         calls = parse_calls(reply)

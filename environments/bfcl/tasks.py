@@ -95,7 +95,7 @@ class TaskGenerator:
         Returns:
             The candidate, or None if there are no calls or if one of the calls is invalid.
         """
-        calls = [call for text in proposal["action_sequence"] for call in parse_calls(text)]
+        calls = calls_in(proposal["action_sequence"])
         if not calls or not all(isinstance(call, dict) for call in calls):
             return None
         return self._candidate(self.env.find(task)["start"], [proposal["query"]], [calls])
@@ -118,7 +118,7 @@ class TaskGenerator:
         function, or other code.
         """
         values = []
-        for call in (call for reply in solution for call in parse_calls(reply)):
+        for call in calls_in(solution):
             if isinstance(call, str) or problem(call) or call["name"] not in self.functions:
                 continue
             values += call["arguments"].values()
@@ -130,7 +130,7 @@ class TaskGenerator:
     def refusal(self, task: dict) -> str | None:
         """Returns the reason why a task must not be added to the run's tasks, or None if there is
         no such reason."""
-        if task["start"] not in {t["start"] for t in self.env.splits["train"].values()}:
+        if task["start"] not in self.env.splits["train"]:
             return f"{task['start']!r} is no start state of a training task"
         documents = functions(task["start"])
         for call in all_calls(task):
@@ -216,12 +216,17 @@ def all_calls(task: dict) -> list[dict]:
     return [call for calls in task["calls"] for call in calls]
 
 
+def calls_in(replies: list[str]) -> list[dict | str]:
+    """Returns the results of `parse_calls` for all replies in one list."""
+    return [call for reply in replies for call in parse_calls(reply)]
+
+
 def successful_calls(start: str, replies: list[str]):
     """Executes the calls in a list of replies, and yields (call, result, changed) for each
     successful call. `changed` is True if the call changed the state of a simulator."""
     simulators = Simulators(start)
     before = simulators.states()
-    for call in (call for reply in replies for call in parse_calls(reply)):
+    for call in calls_in(replies):
         result, after = simulators.run(call), simulators.states()
         if not failed(result):
             yield call, result, before != after

@@ -86,28 +86,18 @@ class InterCodeSQL(Environment):
             return super().task_generator()
         return import_module("environments.intercodesql.tasks").TaskGenerator(self)
 
-    def start(self, question: dict, script: str | None = None) -> str:
-        """Begins an episode and returns the question in words.
-
-        Args:
-            question: The task. A task that is not in any split is also allowed.
-            script: SQL script that creates the database for this episode. If `script` is None, the
-                episode uses the database named `question["db"]`.
-        """
+    def start(self, question: dict) -> str:
         self.close()
-        self._db = self.database(question["db"], script)
+        self._db = self.database(question["db"])
         self._question = question
         self.last_answer = None  # result of the last query; the action "submit" submits it
         return question["query"]
 
-    def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
-        """Opens the database called `name`, and returns it.
-
-        With sqlite, `script` replaces the SQL script that creates this database.
-        """
+    def database(self, name: str) -> MySQL | Sqlite:
+        """Opens the database called `name`, and returns it."""
         if self.mysql_url:
             return MySQL(name, self.mysql_url)
-        return Sqlite(name, script or self.data.databases[name])
+        return Sqlite(name, self.data.databases[name])
 
     def step(self, reply: str) -> Step:
         sql = self.action(reply)
@@ -138,7 +128,7 @@ class InterCodeSQL(Environment):
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
 
     def close(self):
-        if self._db is not None:
+        if self._db:
             self._db.close()
 
 

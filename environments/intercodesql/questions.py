@@ -9,7 +9,7 @@ import sqlite3
 from dataclasses import dataclass, replace
 from functools import cache
 
-from environments import saying
+from environments import numbered, saying
 
 DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run (our choice)
 
@@ -59,6 +59,11 @@ class Column:
     concept: list[str]
     name: str           # name of the column in the database
     values: list        # one value per row
+
+    def draw_name(self, rng: random.Random) -> str:
+        """Returns a random name of the column for a question: with a probability of at least two
+        thirds the name in the database, and otherwise another name of the same concept."""
+        return rng.choice([*(self.concept or [self.name]), *[self.name] * 3])
 
 
 @dataclass(frozen=True)
@@ -220,21 +225,21 @@ LONG = [
 ]
 
 
-def draw_question(rng: random.Random, tables: list[Table], compound: float,
-                  long: float = 0.0) -> dict:
+def draw_question(rng: random.Random, tables: list[Table]) -> dict:
     """Draws a random question about a database.
+
+    The question is from COMPOUND with probability 0.2, from LONG with probability 0.65, and
+    otherwise from SIMPLE.
 
     Args:
         rng: Random number generator.
         tables: Tables of the database.
-        compound: Probability that the question is from COMPOUND.
-        long: Probability that the question is from LONG. Other questions are from SIMPLE.
 
     Returns:
         A dict with `query` (the question in words) and `gold` (the gold query in SQL).
     """
     number = rng.random()
-    families = COMPOUND if number < compound else LONG if number < compound + long else SIMPLE
+    families = COMPOUND if number < 0.2 else LONG if number < 0.2 + 0.65 else SIMPLE
     _, query, gold = rng.choices(families, [family[0] for family in families])[0]
     table = rng.choice(tables[1:] if "{p}" in gold else tables)
     a, b = rng.sample(table.numbers, 2)
@@ -243,10 +248,7 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float,
     v, v2 = rng.sample(VALUES[c.concept[0]], 2)
     parts = dict(n=table.label.name, v=f"'{v}'", v2=f"'{v2}'", u=f"'{rng.choice(e.values)}'",
                  x=rng.randint(20, 80), y=rng.randint(20, 80), z=rng.randint(2, 5), k=site.key)
-    # The question contains the database's name of the column with a probability of at least two
-    # thirds, and otherwise another name of the same concept.
-    names = {hole: rng.choice((*column.concept, *[column.name] * 3))
-             for hole, column in zip("abce", (a, b, c, e))}
+    names = {hole: column.draw_name(rng) for hole, column in zip("abce", (a, b, c, e))}
     return dict(query=query.format(**parts, **names, t=table.noun, p=site.noun),
                 gold=gold.format(**parts, a=a.name, b=b.name, c=c.name, e=e.name, t=table.name,
                                  p=site.name))
@@ -264,9 +266,9 @@ def sql_data() -> SQLData:
     all_nouns = {*PEOPLE, *THINGS, *SITES}
     databases, tables_of_db, questions, schemas = {}, {}, {}, set()
     for split, count in (("train", 200), ("validation", 60), ("test", 60), ("unseen", 40)):
-        questions[split] = []
+        rows = []
         nouns = HELD_OUT if split == "unseen" else all_nouns - HELD_OUT
-        while len(questions[split]) < 5 * count:
+        while len(rows) < 5 * count:
             tables = draw_database(rng, nouns)
             script = database_script(tables)
             if schema_key(script) in schemas:
@@ -277,19 +279,14 @@ def sql_data() -> SQLData:
             con, by_query = sqlite3.connect(":memory:"), {}
             con.executescript(script)
             while len(by_query) < 5:
-                question = draw_question(rng, tables, 0.2, long=0.65)
+                question = draw_question(rng, tables)
                 if worth_asking(lambda sql: con.execute(sql).fetchall(), question["gold"]):
                     by_query[question["query"]] = dict(question, db=name)
             con.close()
-            questions[split] += by_query.values()
-        rng.shuffle(questions[split])
-    return SQLData(databases, {split: numbered(rows) for split, rows in questions.items()},
-                   tables_of_db)
-
-
-def numbered(questions: list[dict]) -> dict[str, dict]:
-    """Returns a dict that maps the keys "0", "1", ... to the questions, in order."""
-    return {str(n): question for n, question in enumerate(questions)}
+            rows += by_query.values()
+        rng.shuffle(rows)
+        questions[split] = numbered(rows)
+    return SQLData(databases, questions, tables_of_db)
 
 
 def schema_key(script: str) -> frozenset:

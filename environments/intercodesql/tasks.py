@@ -162,10 +162,7 @@ class TaskGenerator:
                 continue  # a column does not exist, or should be numeric but is not
             terms = {"t": table.noun, "p": site.noun if site else ""}
             for hole, column in sorted(columns.items()):
-                # The question contains the database's name of the column with a probability of at
-                # least two thirds, and otherwise another name of the same concept.
-                names = *(column.concept or [column.name]), *[column.name] * 3
-                terms[hole] = column.name if hole == "n" else rng.choice(names)
+                terms[hole] = column.name if hole == "n" else column.draw_name(rng)
             return words.format(**parts | terms), gold.format(**parts)
         return None
 
@@ -270,8 +267,6 @@ class TaskGenerator:
         task, solution = candidate["task"], candidate["solution"]
         if not self.agree(task):
             return "its text does not ask for what its query reads"
-        if len(solution) > self.env.max_turns:
-            return "its solution is longer than an episode"
         first, second = (converse(self.env, self.env.start(task), saying(solution))
                          for _ in range(2))
         if first != second:
@@ -287,9 +282,10 @@ class TaskGenerator:
         """Runs the queries in the replies, and yields each SELECT query that returned rows."""
         with closing(self.env.database(db)) as database:
             for sql in map(self.env.action, replies):
-                rows = database.run(sql) if sql and sql != "submit" else None
-                if isinstance(rows, list) and rows and re.match(r"\s*select", sql, re.I):
-                    yield sql
+                if sql and re.match(r"\s*select", sql, re.I):
+                    rows = database.run(sql)
+                    if isinstance(rows, list) and rows:
+                        yield sql
 
 
 @cache

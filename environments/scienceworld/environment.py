@@ -328,7 +328,7 @@ def science_actions(gold: list[str]) -> list[str]:
     return actions
 
 
-def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
+def science_expert(gold: list[str], thoughts: bool, timed: bool):
     """Returns the scripted expert, a function that takes an observation and returns a reply.
 
     The expert executes the simulator's solution, after `science_actions` has replaced some of its

@@ -115,13 +115,12 @@ def shop_data() -> ShopData:
 
     # 2. Draw 12 random goals for each family.
     goals = {"unseen": []}
-    by_request = defaultdict(list)  # {`goal_key` without the price limit: goals}
-    used_keys = set()
+    by_request = defaultdict(list)  # {`goal_key`: goals}
+    used_keys = set()  # (`goal_key`, price limit) of all goals
     for family in families:
         for _ in range(12):
             goal = draw_goal(rng, family, used_keys, products)
-            used_keys.add(goal_key(goal))
-            group = goals["unseen"] if family["held_out"] else by_request[goal_key(goal)[:-1]]
+            group = goals["unseen"] if family["held_out"] else by_request[goal_key(goal)]
             group.append(goal)
 
     # 3. Distribute the goals of the other families to the splits "train", "validation" and "test".
@@ -129,12 +128,13 @@ def shop_data() -> ShopData:
     groups = list(by_request.values())
     rng.shuffle(groups)
     for split, size in (("train", 600), ("validation", 158), ("test", 250)):
-        goals[split] = []
+        chosen = []
         for group in [*groups]:
-            if len(goals[split]) + len(group) <= size:
-                goals[split] += group
+            if len(chosen) + len(group) <= size:
+                chosen += group
                 groups.remove(group)
-        rng.shuffle(goals[split])
+        rng.shuffle(chosen)
+        goals[split] = chosen
     return ShopData(products, goals, families)
 
 
@@ -184,23 +184,23 @@ def meets(product: dict, goal: dict) -> bool:
 
 
 def goal_key(goal: dict) -> tuple:
-    """Returns a key for comparing goals: (type, attributes, options, price limit). Goals with equal
-    keys differ only in the wording of their instructions."""
-    return (goal["query"], frozenset(goal["attributes"]), frozenset(goal["goal_options"]),
-            goal["price_upper"])
+    """Returns a key for comparing goals: (type, attributes, options). Goals with equal keys differ
+    only in the price limit and in the wording of their instructions."""
+    return goal["query"], frozenset(goal["attributes"]), frozenset(goal["goal_options"])
 
 
 def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[dict]) -> dict:
     """Draws a random goal that a product of a family meets.
 
-    The function draws goals until the goal has two properties. First, the key of the goal is not in
-    `used_keys`. Second, all products that `listed_as_fitting` accepts for the goal must be held out
-    if the family is held out. Otherwise, none of these products may be held out.
+    The function draws goals until the goal has two properties. First, no earlier goal has the same
+    key and the same price limit. Second, all products that `listed_as_fitting` accepts for the goal
+    must be held out if the family is held out. Otherwise, none of these products may be held out.
 
     Args:
         rng: Random number generator.
         family: The fields of the family, an item of `ShopData.families`.
-        used_keys: The keys of all earlier goals, see `goal_key`.
+        used_keys: The pairs (`goal_key`, price limit) of all earlier goals. The function adds the
+            pair of the new goal.
         products: All products.
     """
     while True:
@@ -208,29 +208,36 @@ def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[d
         options = [rng.choice(family["colours"])]
         if family["sizes"] and rng.random() < 0.5:
             options.append(rng.choice(family["sizes"]))
-        goal = goal_for(rng, family, attributes, options)
+        goal = goal_for(family, attributes, options, draw_limit(rng, family["price"]))
+        key = goal_key(goal), goal["price_upper"]
         held_out = {p["held_out"] for p in products if listed_as_fitting(p, goal)}
-        if goal_key(goal) not in used_keys and held_out == {family["held_out"]}:
+        if key not in used_keys and held_out == {family["held_out"]}:
+            used_keys.add(key)
             return goal | {"instruction": instruction_of(rng, goal)}
 
 
-def goal_for(rng: random.Random, item: dict, attributes: list[str], options: list[str]) -> dict:
+def draw_limit(rng: random.Random, price: float) -> float:
+    """Draws the price limit of a goal for a product with the given price."""
+    # As in WebShop, two of the first four multiples of 10 above the price are drawn at random. The
+    # larger of the two is the price limit.
+    tens = [float(t) for t in range(10, 1000, 10) if t > price][:4]
+    return max(rng.sample(tens, 2))
+
+
+def goal_for(item: dict, attributes: list[str], options: list[str], limit: float) -> dict:
     """Makes a shopping goal for a product or for a family of similar products.
 
     The goal has all fields except the instruction, which is the text that the agent gets.
 
     Args:
-        rng: Random number generator for the price limit.
         item: The product or family. The item must have the attributes and options of the goal.
         attributes: The attributes that the goal requests.
         options: The options that the goal requests, with the colour first.
+        limit: The price limit.
     """
-    # As in WebShop, two of the first four multiples of 10 above the price are drawn at random. The
-    # larger of the two is the price limit.
-    tens = [float(t) for t in range(10, 1000, 10) if t > item["price"]][:4]
     return {"name": item["Title"], "query": item["query"],
             "product_category": item["product_category"], "attributes": attributes,
-            "goal_options": options, "price_upper": max(rng.sample(tens, 2))}
+            "goal_options": options, "price_upper": limit}
 
 
 def instruction_of(rng: random.Random, goal: dict) -> str:

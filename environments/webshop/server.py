@@ -58,24 +58,20 @@ class WebShopServer(Shop):
     task_of = int
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
 
-    def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
-                 timeout: float = 60.0, load_timeout: float = 1200.0):
+    def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None):
         """
         Args:
             webshop_url: The address of the server.
             view: "full" or "short".
             split_file: The value of --split-file: the path of the folder with ETO's or IPR's task
                 lists, or None for the splits of RULE.
-            timeout: The timeout of a request, in seconds.
-            load_timeout: The timeout of a request while the server may be loading its catalogue, in
-                seconds.
         """
         super().__init__(view)
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
         self.splits = {split: {str(goal): goal for goal in goals}
                        for split, goals in lists.items()}
-        self._client = Client(webshop_url.rstrip("/"), timeout, load_timeout)
+        self._client = Client(webshop_url.rstrip("/"))
 
     def start(self, goal: int) -> str:
         return show(self, self._client.begin(goal), first=True)
@@ -107,16 +103,16 @@ class Link:
 
 class Client:
     """An HTTP client for a WebShop server. The docstring of `WebShopServer` describes its rules."""
+    timeout = 60.0         # timeout of a request in seconds
+    load_timeout = 1200.0  # timeout of a request while the server may be loading its catalogue
     # A dict {server URL: {goal: instruction}} of all goals that this process has read
     instructions = defaultdict(dict)
     # A dict from a server's URL to the clients that have received a response since the server last
     # failed. These clients send requests in parallel. The others take a lock and send one by one.
     ready = defaultdict(WeakSet)
 
-    def __init__(self, url: str, timeout: float, load_timeout: float):
+    def __init__(self, url: str):
         self.url = url
-        self._timeout = timeout
-        self._load_timeout = load_timeout
         self._http = requests.Session()  # reuses the connection for later requests
         self._http.trust_env = False     # ignore proxies and passwords in the user's configuration
         self._http.max_redirects = 5
@@ -207,7 +203,7 @@ class Client:
         """Sends a request, follows redirects, and returns the response. Raises EnvError if the
         server does not respond within the timeout."""
         ready = self.ready[self.url]
-        timeout = self._timeout if self in ready else self._load_timeout
+        timeout = self.timeout if self in ready else self.load_timeout
         with nullcontext() if self in ready else self._lock():
             try:
                 return self._http.request(link.method, link.address, data=data,

@@ -18,7 +18,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from importlib import import_module
 
-from environments import words_of
+from environments import numbered, words_of
 from environments.webshop import catalogue
 from envs import Environment, Step
 
@@ -74,11 +74,6 @@ class Shop(Environment):
     max_turns = 10
     searches_everywhere = False  # True if a search is valid on every page, as in ETO's code
 
-    def __init__(self, view: str = "full"):
-        super().__init__(view)
-        self.page = None           # the current page of the episode
-        self.shown_before = set()  # the pages that the short view has shown in this episode
-
     def step(self, reply: str) -> Step:
         """Executes a search or a click. If the current page does not offer the action, the page
         does not change."""
@@ -122,7 +117,7 @@ def show(shop: Shop, page: Page, first: bool = False) -> str:
     """
     shop.page = page
     if first:
-        shop.shown_before = set()
+        shop.shown_before = set()  # the pages that the short view has shown in this episode
     if shop.view == "full":
         return " [SEP] ".join(page.pieces)
 
@@ -164,9 +159,7 @@ class WebShop(Shop):
     def __init__(self, view: str = "full", data: catalogue.ShopData | None = None):
         super().__init__(view)
         self.data = data or catalogue.shop_data()
-        self.splits = {}
-        for split, goals in self.data.goals.items():
-            self.splits[split] = {str(n): goal for n, goal in enumerate(goals)}
+        self.splits = {split: numbered(goals) for split, goals in self.data.goals.items()}
         self.search = search_engine(self.data)
 
     def start(self, goal: dict) -> str:

@@ -8,23 +8,14 @@ therefore a solution of the new goal.
 import random
 import re
 import unicodedata
-from dataclasses import dataclass
 
 from environments import words_of
-from environments.webshop.catalogue import goal_for, goal_key, instruction_of, meets
+from environments.webshop.catalogue import draw_limit, goal_for, goal_key, instruction_of, meets
 from environments.webshop.shop import Page, name_and_argument
 from environments.wording import with_pairs
 
 # If more products than this number meet a new goal, the goal is rejected as too vague [ours].
 MAX_FITTING = 4
-
-
-@dataclass(frozen=True)
-class ExecutedAction:
-    """An action that changed the page. Actions that change nothing are not recorded."""
-    reply: str  # the reply that contains the action
-    kind: str   # the kind of the action, see `kind_of`
-    page: Page  # the page after the action
 
 
 class TaskGenerator:
@@ -47,21 +38,21 @@ class TaskGenerator:
 
         self.instructions = set()   # normalized instructions of all splits, see `words_of`
         self.training_keys = set()  # keys of the training goals
-        self.evaluated = set()      # `goal_key` of the goals outside "train", without price limits
+        self.evaluated = set()      # `goal_key` of the goals outside "train"
         for split, goals in shop.data.goals.items():
             self.instructions |= {words_of(goal["instruction"]) for goal in goals}
             if split == "train":
                 self.training_keys |= {self.key(goal) for goal in goals}
             else:
-                self.evaluated |= {goal_key(goal)[:-1] for goal in goals}
+                self.evaluated |= {goal_key(goal) for goal in goals}
 
     # ------------------------------------------------------------------ proposals from episodes
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Returns the patterns of behaviour in an episode. These are the kinds of the executed
         actions, and all pairs of consecutive kinds."""
-        kinds = [action.kind for action in self._executed(self.shop.find(task), replies)]
-        return with_pairs(kinds)
+        executed = self._execute(self.shop.find(task), replies)
+        return with_pairs([kind for _, kind in executed])
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes a proposal from an episode that ends with a purchase.
@@ -75,7 +66,7 @@ class TaskGenerator:
             return []
         product, chosen, actions = purchase
         attributes = rng.sample(product["Attributes"], rng.choice([1, 2]))
-        goal = goal_for(rng, product, attributes, chosen)
+        goal = goal_for(product, attributes, chosen, draw_limit(rng, product["price"]))
         goal["instruction"] = instruction_of(rng, goal)
         return [dict(text=goal["instruction"], task=goal, solution=actions)]
 
@@ -104,10 +95,8 @@ class TaskGenerator:
             return None
         if not {*attributes} <= {*product["Attributes"]} or not {*options} <= {*chosen}:
             return None
-        goal = dict(name=product["Title"], query=product["query"],
-                    product_category=product["product_category"], attributes=attributes,
-                    goal_options=[value for value in chosen if value in options],
-                    price_upper=limit, instruction=text)
+        wanted = [value for value in chosen if value in options]
+        goal = goal_for(product, attributes, wanted, limit) | {"instruction": text}
         return dict(text=text, task=goal, solution=proposal["action_sequence"])
 
     def _purchase(self, task: str, replies: list[str]) -> tuple[dict, list[str], list[str]] | None:
@@ -117,13 +106,13 @@ class TaskGenerator:
             The purchased product, the chosen options with the colour first, and the replies whose
             action changed the page. None if the episode does not end with a purchase.
         """
-        actions = self._executed(self.shop.find(task), replies)
-        if not actions or actions[-1].page.kind != "done":
+        executed = self._execute(self.shop.find(task), replies)
+        page = self.shop.page
+        if page.kind != "done":
             return None
-        page = actions[-1].page
         colour = dict(page.options).get("color")
         chosen = sorted((value for _, value in page.options), key=lambda value: value != colour)
-        return self.products[page.item], chosen, [action.reply for action in actions]
+        return self.products[page.item], chosen, [reply for reply, _ in executed]
 
     # ------------------------------------------------------------------ checks of proposals
 
@@ -139,7 +128,7 @@ class TaskGenerator:
         for product in self.products:
             within_limit += (product["query"] == goal["query"]
                              and product["price"] <= goal["price_upper"])
-        return *goal_key(goal)[:-1], within_limit
+        return *goal_key(goal), within_limit
 
     def tells(self, text: str, solution: list[str]) -> bool:
         """Returns True if the text of a task reveals a part of its solution.
@@ -158,7 +147,7 @@ class TaskGenerator:
 
     def refusal(self, goal: dict) -> str | None:
         """Returns the reason why a goal cannot become a new task, or None if it can."""
-        if (self.key(goal) in self.training_keys or goal_key(goal)[:-1] in self.evaluated
+        if (self.key(goal) in self.training_keys or goal_key(goal) in self.evaluated
                 or words_of(goal["instruction"]) in self.instructions):
             return "a goal of a split"
         fitting = [product for product in self.products if meets(product, goal)]
@@ -166,10 +155,8 @@ class TaskGenerator:
             return "no product meets it"
         if any(product["held_out"] for product in fitting):
             return "a held-out product meets it"
-        colours = set()
-        for product in fitting:
-            colours.update(product["options"]["color"])
-        if not colours & {*goal["goal_options"]}:
+        # All products in `fitting` have all options of the goal.
+        if not {*fitting[0]["options"]["color"]} & {*goal["goal_options"]}:
             return "no colour chosen"
         if len(fitting) > MAX_FITTING:
             return f"more than {MAX_FITTING} products meet it"
@@ -187,17 +174,21 @@ class TaskGenerator:
         solution = proposal["solution"]
         if len(solution) > self.shop.max_turns:
             return "its solution is longer than an episode"
-        actions = self._executed(proposal["task"], solution)
-        if [action.reply for action in actions] != solution:
+        executed = self._execute(proposal["task"], solution)
+        if [reply for reply, _ in executed] != solution:
             return "an action of its solution is not executed"
-        reward = actions[-1].page.reward if actions else 0.0
+        reward = self.shop.page.reward
         return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
-    def _executed(self, goal: dict, replies: list[str]) -> list[ExecutedAction]:
-        """Plays an episode with the given goal and replies. Returns the actions that changed the
-        page."""
+    def _execute(self, goal: dict, replies: list[str]) -> list[tuple[str, str]]:
+        """Plays an episode with the given goal and replies.
+
+        Returns:
+            A list of (reply, kind of its action, see `kind_of`) for the replies that changed the
+            page.
+        """
         self.shop.start(goal)
-        actions = []
+        executed = []
         for reply in replies:
             before = self.shop.page
             if before.kind == "done":
@@ -206,9 +197,8 @@ class TaskGenerator:
             after = self.shop.page
             if after is not before:
                 _, argument = name_and_argument(self.shop.action(reply))
-                kind = kind_of(argument, goal, before, after)
-                actions.append(ExecutedAction(reply, kind, after))
-        return actions
+                executed.append((reply, kind_of(argument, goal, before, after)))
+        return executed
 
 
 def kind_of(argument: str, goal: dict, before: Page, after: Page) -> str:
