@@ -15,7 +15,7 @@ import coevolve
 from coevolve import Agent, Settings
 from common.files import read_json, read_jsonl, write_jsonl
 from common.settings import UsageError
-from dpo import Pair, Trajectory
+from dpo import Group, Pair, Trajectory, pair_weight
 from engine.chat import Encoder
 from engine.records import read_pairs, write_pairs
 
@@ -62,6 +62,7 @@ def brief(pair):
         "e0 > t0  1, 1", "e0 > t1  1, 1", "e0 > f0  1, 1", "f0 > t0  1, 0", "f0 > t1  1, 0"]),
     # Other settings. As in ETO, each pair weighs 1.
     (0.75, [1.0], [0.5], dict(expert_beaten="drop"), ["e0 > f0  1, 1"]),
+    (0.75, [1.0], [0.5], dict(pair_weights="none"), ["t0 > e0  1, 1", "e0 > f0  1, 1"]),
     (0.75, [0.5], [0.25], dict(d_tgt_failures="none"), ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5"]),
     (0.75, [0.5], [0.25], dict(d_tgt_failures="hard"), ["e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5"]),
     (0.75, [0.6], [0.25], dict(d_tgt_failures="hard"), [
@@ -122,13 +123,26 @@ def test_pairs_are_made_of_usable_trajectories_and_only_a_buffer_has_earlier_one
                                dropped={"too long": 2})
 
 
-def test_a_rollout_that_reached_the_context_limit_makes_no_pair_and_its_weight_is_not_given_away():
-    [expert], own, others = (rollouts(agent, rewards) for agent, rewards in (
-        ("expert", [1.0]), ("target", [0.5, 0.25]), ("failure", [0.75])))
-    own[1].ended = "context_limit"
-    found = coevolve.d_tgt(expert, own, others, Settings(), Counter())
-    assert [brief(pair) for pair in found] == [
-        "e0 > t0  0.5, 0.5", "e0 > f0  0.5, 0.5", "f0 > t0  0.5, 0"]
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_balance_of_section_4_3_does_not_depend_on_the_number_of_rollouts(n):
+    """A task whose rollouts all fail: the expert pairs have a total weight of 1, the failure pairs
+    too, and the SFT term has half of the weights, lambda_SFT x 1 / 2 of the batch loss. A rollout
+    that reached the context limit makes no pair, and the others do not get its weight."""
+    e = Trajectory("a", "expert", reward=1.0, ids=[0], action_mask=[1])
+    own, others = [[Trajectory("a", agent, 1, k, reward=(k + half) / 10, ids=[k, part], action_mask=[0, 1])
+                    for k in range(n)] for agent, half, part in (("target", 0, 1), ("failure", 0.5, 2))]
+    pairs = coevolve.d_tgt(e, own, others, Settings(), Counter())
+    weights = Counter()
+    for pair in pairs:
+        weights[pair.kind == FF] += pair.weight
+    assert len(pairs) == 2 * n + n * n
+    assert weights == {False: pytest.approx(1), True: pytest.approx(1)}
+    assert sum(pair.sft_weight for pair in pairs) == pytest.approx(1)
+    assert pair_weight([Group(pairs=pairs)]) == pytest.approx(2)
+    assert Settings().denominator == "weights"
+    own[0].ended = "context_limit"
+    of_failures = [p.weight for p in coevolve.d_tgt(e, own, others, Settings(), Counter()) if p.kind == FF]
+    assert of_failures == [1 / n ** 2] * (n * (n - 1))
 
 
 def test_a_failure_agent_that_plays_after_it_has_learned_plays_twice(toy_run):
