@@ -79,8 +79,8 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
     # A file may have a hash in only one of the two versions. If both versions have the same commit,
-    # the file is unchanged since that commit in the other version. Otherwise the file does not exist
-    # in the other version, because `files` then contains all files of both versions.
+    # the other version has the file as it was committed. Otherwise the other version does not have
+    # the file, because `files` contains all files of both versions.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 
