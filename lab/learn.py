@@ -15,8 +15,8 @@ phases as a run of coevolve.py. To resume an interrupted run, repeat the command
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import signal
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -31,7 +31,6 @@ from common import files
 from common.settings import Free, Method, OldFile, UsageError, names_in, parse
 from dpo import Trajectory, better
 from engine import branch, command, models
-from engine.console import counted, phrase
 from engine.experts import best_of_tasks
 from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
@@ -50,7 +49,7 @@ def learn(run: Run) -> None:
     """Trains the agent with SFT on the best trajectory of each task, and then with preference
     learning on pairs of trajectories."""
     # 1. Choose the expert trajectories. Write each agent's other trajectories to a file. Make the
-    # pairs.
+    # pairs. Each phase prints how many trajectories it uses, and how many it drops.
     once = run.once
     file = Path(run.settings.file)
     experts = once("experts.jsonl", best, file)
@@ -59,10 +58,6 @@ def learn(run: Run) -> None:
         output = f"iter1/{quote(name, safe=' ')}.jsonl"
         played[name] = once(output, others, file, experts, name=name)
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played, trains="target")
-    of_experts, of_pairs = run.done["experts.jsonl"], run.done["iter1/pairs-target.jsonl"]
-    dropped = Counter(of_experts["dropped"]) + Counter(of_pairs["dropped"])
-    run.print(f"{counted(of_experts['experts'], 'experts')}, "
-              f"{phrase('pairs', of_pairs['pairs'], {})}, {phrase('not used', dropped, {})}")
 
     # 2. Train, and copy the agent to OUT.
     after_sft = once("sft-target", coevolve.train_sft, run.base, experts, name="target")
@@ -80,9 +75,8 @@ def lay_out(out: Path, agents: list[Path]) -> None:
             files.remove(out / file.name)
             branch.link(str(file), str(out / file.name))
     lines = []
-    for agent in agents:
-        if (agent / "train.jsonl").exists():  # missing if there were no pairs to train on
-            lines += files.read_jsonl(agent / "train.jsonl")
+    for agent in agents:  # without pairs, the last agent has no log
+        lines += runfiles.rows_in(agent / "train.jsonl")
     files.write_jsonl(out / "train.jsonl", lines)
 
 
@@ -139,11 +133,11 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
             pairs += coevolve.d_tgt(expert, own, more, s, dropped)
             continue
         pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)
-        candidates = list(itertools.combinations(more + own, 2))
-        for pair in coevolve.ordered_failures(candidates, dropped):
-            if s.failure_pair_weights == "rollouts":  # the same weight as in coevolve.d_tgt
-                pair.weight = 1.0 / len(candidates)
-            pairs.append(pair)
+        failures = coevolve.d_fail(own, more, s, dropped)
+        if s.failure_pair_weights == "rollouts":  # the same weights as in coevolve.d_tgt
+            for pair in failures:
+                pair.weight = 1.0 / math.comb(len(own + more), 2)
+        pairs += failures
     write_pairs(run, out, pairs)
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
 

@@ -12,7 +12,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 
-from common.files import is_edited, read_json
+from common.files import is_edited, read_json, read_jsonl
 from common.settings import UsageError, command_words, flag, settings_of
 from engine.console import visible  # noqa: F401, re-exported for the commands
 from environments import environment
@@ -75,6 +75,12 @@ def is_finished(run: Path) -> bool:
     return bool(config_of(run).get("finished")) or (run / "result.json").exists()
 
 
+def rows_in(file: Path) -> list[dict]:
+    """Returns the rows of a JSON lines file, or [] if the file does not exist, for example because
+    the user has deleted it."""
+    return read_jsonl(file) if file.is_file() else []
+
+
 def phases_of(run: Path) -> dict[str, dict]:
     """Reads phases.json of a run, and returns the record of each finished phase by the name of its
     output.
@@ -105,12 +111,6 @@ def explorations_in(phases: dict) -> list[dict]:
     in `evolve.py` are not included, because the explorer is not an agent of the run."""
     rows = phases_with(phases, "name", "episodes", "reward", "success", "hard_negative")
     return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
-
-
-def pairs_in(phases: dict) -> list[dict]:
-    """Returns the records of the phases that wrote pairs files."""
-    return [row for row in phases_with(phases, "pairs", "trains")
-            if isinstance(row["pairs"], dict)]
 
 
 def agents_of(phases: dict) -> list[str]:

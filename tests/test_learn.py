@@ -119,8 +119,7 @@ def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_mod
 
     out = tmp_path / "агент"
     said = train()
-    assert ("2 experts, 3 pairs (2 expert>target, 1 failure>failure), "
-            "1 not used (1 as good as the expert)\n") in said
+    assert "3 pairs (2 expert>target, 1 failure>failure), 1 dropped (1 as good as the expert)" in said
 
     log = read_jsonl(out / "train.jsonl")  # SFT takes three steps, preferences two
     assert len(log) == 3 + 2

@@ -22,6 +22,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from common.settings import UsageError
+from environments.user_files import FAULTS
 from envs import EnvError
 
 KEY = "OPENAI_API_KEY"  # name of the environment variable
@@ -195,16 +196,14 @@ class Endpoint:
                 break
             try:
                 reply, usage = self.request_once(filled)
+                return reply, dict(usage, retries=attempt)
             except Passing as error:
                 problem = f"{error} (attempt {attempt + 1})"
                 wait = max(error.wait, min(2.0**attempt, 60) * random.uniform(0.5, 1))
                 if attempt + 1 < TRIES:
                     self.stopped.wait(wait)
-                continue
-            prompt_tokens = usage["prompt_tokens"] or sum(
-                estimated_tokens(message["content"]) for message in filled)
-            context_tokens = prompt_tokens + usage.pop("reply_tokens")
-            return reply, dict(usage, retries=attempt, context_tokens=context_tokens)
+            except (ContextFull, EndpointError) as error:
+                raise type(error)(self.in_one_line(str(error))) from None
         raise EndpointError(self.in_one_line(problem))
 
     def request_once(self, messages: list[dict]) -> tuple[str, dict]:
@@ -218,26 +217,26 @@ class Endpoint:
             body = self.body | dict(messages=messages)
             try:
                 status, text, wait = self.post(body)
+                excerpt = self.without_key(text)[:200]
                 if status == 200:
                     response = json.loads(text)
                     status = status_in(response)
                 if status == 200:
-                    return self.read(response, text)
-            except (requests.RequestException, HTTPError, LookupError, TypeError, ValueError,
-                    AttributeError, OverflowError, RecursionError) as error:
+                    return self.read(response, messages, excerpt)
+            except (HTTPError, *FAULTS) as error:
                 raise Passing(f"{type(error).__name__}: {error}") from None
-            problem = f"status {status}: {self.without_key(text)[:200]}"
+            problem = f"status {status}: {excerpt}"
             fault = Fault.read(text)
             kind = fault.kind()
             if kind == "length" and (status in OF_LENGTH or status >= 500):
-                raise ContextFull(self.in_one_line(problem))
+                raise ContextFull(problem)
             if kind == "filter" and (status in REFUSING or status >= 500):
-                raise NotAnswered(self.in_one_line(problem))
+                raise NotAnswered(problem)
             if status in PASSING or status >= 500:
                 raise Passing(problem, wait)
             if kind or status not in (400, 422) or not self.leaves_out(fault, body):
                 error = NotAnswered if status in REFUSING else EndpointError
-                raise error(self.in_one_line(problem))
+                raise error(problem)
 
     def post(self, body: dict) -> tuple[int, str, float]:
         """Sends one HTTP request. Returns the status, the text of the response, and the seconds to
@@ -252,8 +251,7 @@ class Endpoint:
             while part := response.raw.read1(1 << 16, True):
                 text += part
                 if len(text) > MAX_BYTES:
-                    raise NotAnswered(
-                        f"{self.url}: the response is longer than {MAX_BYTES:,} bytes")
+                    raise NotAnswered(f"the response is longer than {MAX_BYTES:,} bytes")
                 if time.monotonic() > deadline:
                     raise requests.Timeout(f"the response took more than {TIMEOUT} seconds")
             return response.status_code, text.decode(errors="replace"), wait_of(response.raw)
@@ -276,7 +274,7 @@ class Endpoint:
                 tqdm.write(f"{self.url} refuses {name}: its own default is used", file=sys.stderr)
         return bool(refused)
 
-    def read(self, response: dict, text: str) -> tuple[str, dict]:
+    def read(self, response: dict, messages: list[dict], excerpt: str) -> tuple[str, dict]:
         """Extracts the reply and the usage from a response.
 
         A malformed response raises an exception such as KeyError or TypeError. The caller catches
@@ -284,13 +282,13 @@ class Endpoint:
 
         Args:
             response: The parsed JSON of the response.
-            text: The same response as text, for error messages.
+            messages: The messages that were sent.
+            excerpt: The start of the response as text, for error messages.
 
         Raises:
             Passing: The finish_reason reports an error that may be transient.
             ContextFull, NotAnswered, OnlyThoughts: The response has no reply.
         """
-        excerpt = self.without_key(text)[:200]
         choice = response["choices"][0]
         usage = response.get("usage")
         usage = usage if isinstance(usage, dict) else {}
@@ -299,30 +297,31 @@ class Endpoint:
         if FAILED.search(finish):
             raise Passing(f"finish_reason {finish}: {excerpt}")
         if FILTERED.search(finish) or any(part.get("refusal") for part in parts_of(message)):
-            raise NotAnswered(self.in_one_line(f"the reply was filtered: {excerpt}"))
+            raise NotAnswered(f"the reply was filtered: {excerpt}")
         if message.get("tool_calls") or message.get("function_call"):
-            raise NotAnswered(self.in_one_line(
-                f"the response calls functions, but a reply must be text: {excerpt}; start the "
-                "server without a tool call parser"))
+            raise NotAnswered(f"the response calls functions, but a reply must be text: {excerpt}; "
+                              "start the server without a tool call parser")
 
         reply, reasons = reply_in(text_of(message.get("content")))
         reasons = reasons or thinks(message, usage)
         if not reply.strip():
             if "context" in finish.lower():
-                raise ContextFull(self.in_one_line(f"finish_reason {finish}: {excerpt}"))
+                raise ContextFull(f"finish_reason {finish}: {excerpt}")
             if reasons or CUT.search(finish):
-                raise OnlyThoughts(self.in_one_line(
+                raise OnlyThoughts(
                     "the response has reasoning content and no reply (finish_reason "
-                    f"{finish or 'none'}); raise --max-new-tokens, or limit the reasoning"))
+                    f"{finish or 'none'}); raise --max-new-tokens, or limit the reasoning")
             if not WHOLE.fullmatch(finish):
-                raise NotAnswered(self.in_one_line(f"there is no reply: {excerpt}"))
+                raise NotAnswered(f"there is no reply: {excerpt}")
         if len(self.key) >= 16:  # a shorter key, such as EMPTY, is a placeholder and not a secret
             reply = self.without_key(reply)
         prompt, completion = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
+        sent = prompt or sum(estimated_tokens(message["content"]) for message in messages)
         return reply, dict(
             requests=1, unreported=int(prompt + completion == 0),
             cut_replies=int(bool(CUT.search(finish))), prompt_tokens=prompt,
-            completion_tokens=completion, reply_tokens=reply_tokens(reply, usage, reasons))
+            completion_tokens=completion,
+            context_tokens=sent + reply_tokens(reply, usage, reasons))
 
     def in_one_line(self, problem: str) -> str:
         """Formats a problem as one line of text. The API key is masked, and hints at common causes
@@ -501,9 +500,8 @@ def reply_in(text: str) -> tuple[str, bool]:
         elif kind == "tag" and not (mark["closes"] or mark["closes2"]):
             ends = closings[word_of(mark)]
             later = bisect.bisect(ends, position)
-            opens = mark["word"] and not mark["empty"]
             is_first = mark["word"] == "THINK" and mark.start() == first
-            if opens and mark["square"] and later == len(ends) and not is_first:
+            if mark["square"] and later == len(ends) and not is_first:
                 pieces.append(mark[0])  # not a tag, but brackets in code, such as x = [reason]
                 continue
             reasons = True
@@ -568,8 +566,6 @@ def reply_tokens(reply: str, usage: dict, reasons: bool) -> int:
     completion, reasoning = count(usage, "completion_tokens"), reasoning_tokens(usage)
     if 0 < reasoning < completion:
         return completion - reasoning
-    estimate = estimated_tokens(reply)
-    if completion == 0:
-        return estimate
-    hides = reasons or completion > len(reply.encode()) + END_TOKENS
-    return min(estimate, completion) if hides else completion
+    if completion and not reasons and completion <= len(reply.encode()) + END_TOKENS:
+        return completion
+    return estimated_tokens(reply)

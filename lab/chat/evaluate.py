@@ -135,14 +135,20 @@ class Paid:
             if self.noticed[name] == 1:
                 tqdm.write(message, file=sys.stderr)
 
-    def play(self, episodes: list[Trajectory], make_env: Callable, answer: Callable) -> None:
+    def play(self, episodes: list[Trajectory], make_env: Callable, reply_to: Callable) -> None:
         """Runs `slots` episodes at a time against the endpoint.
 
         Args:
             episodes: New trajectories. The episodes are recorded in them.
             make_env: Function that creates an environment.
-            answer: Function that returns the next reply of an episode, as in `rollouts.play`.
+            reply_to: Function reply_to(trajectory) that returns the next reply of an episode. If it
+                returns None, the episode ends.
         """
+        def answer(requests: list) -> list:  # in `rollouts.play`, each slot has one episode
+            (t, _), = requests
+            reply = reply_to(t)
+            return [None if reply is None else (reply, [])]
+
         max_tokens = self.run.settings.max_tokens
         works = []
         with self.run.bar(len(episodes)) as progress:
@@ -168,7 +174,7 @@ class Paid:
         """Returns the total usage of all responses of the current phase, with the keys of USAGE.
         If there are empty replies, or responses with reasoning only, their numbers are included."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
-        usage = {name: sum(row.get(name, 0) for row in rows) for name in USAGE}
+        usage = {name: sum(row[name] for row in rows) for name in USAGE}
         events = dict(only_thoughts=self.noticed["only_thoughts"],
                       empty_replies=sum(not row["reply"].strip() for row in rows))
         return usage | {name: n for name, n in events.items() if n}
@@ -188,63 +194,51 @@ class Text:
         return [], [], text[:first].strip()
 
 
-class Player:
-    """Plays episodes in which a model at a chat endpoint is the agent."""
-
-    def __init__(self, run: Run):
-        s = run.settings
-        self.settings = s
-        self.env = run.env
-        self.examples = examples(run)
-        self.paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
-        self.refusals = []
-
-    def answer(self, asked: list) -> list:
-        """Returns the next reply of one episode, as a list with one item (reply, []). The item is
-        None if the context is full, or if the endpoint refuses the request."""
-        (t, _), = asked
-        s = self.settings
-        what = t.task, t.rollout
-        if t.turns:
-            _, last = self.paid.last[what]
-            if last.get("context_tokens", 0) >= s.max_tokens:
-                return [None]
-        messages = t.messages
-        if self.examples:  # the first example already contains the environment's rules
-            messages = [*self.examples, without_rules(messages[0], self.env), *messages[1:]]
-        try:
-            return [(self.paid.ask(what, messages)["reply"], [])]
-        except ContextFull as error:
-            if t.turns == 0:
-                self.refuse(t, UsageError, f"its first request never fits: {error}; lower "
-                            f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
-                            "use a model with a longer context")
-        except NotAnswered as error:
-            self.refuse(t, NotAnswered, str(error))
-        return [None]
-
-    def refuse(self, t: Trajectory, kind: type, why: str) -> None:
-        """Handles an episode whose request the endpoint refuses. With --refused zero, the episode
-        ends with reward 0. With --refused stop, an exception of type `kind` ends the run."""
-        self.refusals.append(f"{t.task}: {why}")
-        if self.settings.refused == "stop":
-            raise kind(f"{self.refusals[-1]}; to continue and count such tasks as "
-                       "reward 0, add --refused zero")
-        t.ended = "refused"
-        t.reward = 0.0
-
-
 @by_one_rank
 def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
     """Plays the episodes with the replies of the endpoint. Returns the episodes, and the total
-    usage of all API calls in this phase."""
-    player = Player(run)
-    make_env = partial(run.make_env, examples=run.settings.examples)
-    player.paid.play(episodes, make_env, player.answer)
-    usage = player.paid.spent()
-    if player.refusals and not usage["requests"]:
-        raise UsageError(f"the endpoint refuses every request; {player.refusals[0]}")
-    if player.refusals:
+    usage of all API calls in this phase.
+
+    If the endpoint refuses a request, --refused stop ends the run with an error, and --refused zero
+    ends the episode with reward 0.
+    """
+    s = run.settings
+    paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
+    shown = examples(run)
+    refusals = []
+
+    def next_reply(t: Trajectory) -> str | None:
+        what = t.task, t.rollout
+        if t.turns:
+            _, last = paid.last[what]
+            if last["context_tokens"] >= s.max_tokens:
+                return None
+        messages = t.messages
+        if shown:  # the first example already contains the environment's rules
+            messages = [*shown, without_rules(messages[0], run.env), *messages[1:]]
+        try:
+            return paid.ask(what, messages)["reply"]
+        except ContextFull as error:
+            if t.turns:
+                return None
+            refusal = UsageError(f"{t.task}: its first request never fits: {error}; lower "
+                                 f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, "
+                                 "or use a model with a longer context")
+        except NotAnswered as error:
+            refusal = NotAnswered(f"{t.task}: {error}")
+        if s.refused == "stop":
+            raise type(refusal)(f"{refusal}; to continue and count such tasks as reward 0, add "
+                                "--refused zero")
+        refusals.append(refusal)
+        t.ended = "refused"
+        t.reward = 0.0
+        return None
+
+    paid.play(episodes, partial(run.make_env, examples=s.examples), next_reply)
+    usage = paid.spent()
+    if refusals and not usage["requests"]:
+        raise UsageError(f"the endpoint refuses every request; {refusals[0]}")
+    if refusals:
         usage["refused"] = sum(t.ended == "refused" for t in episodes)
     return episodes, usage
 

@@ -27,7 +27,7 @@ from engine.run import Run
 from environments import is_web_address
 from evolve import by_one_rank, env_with, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
-from lab.chat.evaluate import Paid, is_endpoint
+from lab.chat.evaluate import Paid
 
 LONGEST = 6000  # maximum characters of a conversation that is quoted in a prompt [ours]
 # Maximum characters of the first message of such a conversation, and of each later message [ours]
@@ -74,7 +74,7 @@ PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: list[Path]) -> Path:
     """Explores and proposes new tasks, with the agent or with an endpoint as the explorer. Returns
     the file of proposed tasks, which have not been verified yet, as `evolve.find_tasks` does."""
-    if not is_endpoint(run.settings.explorer):
+    if run.settings.explorer == "policy":
         return evolve.find_tasks(run, i, agent, task_set, signals)
     contexts = []
     if signals and run.settings.guide == "signals":
@@ -110,15 +110,30 @@ def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
 def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
     """Plays the episodes of `evolve.begin_exploring` with the replies of the endpoint, and writes
-    them. Episodes in which the endpoint refuses a request are dropped."""
-    explorer = Player(run, {row["task"]: row["context"] for row in rows_of(contexts)})
+    them. Episodes in which the endpoint refuses a request are dropped.
+
+    The prompt includes the interpretation of a task's signal as a hint at what to explore. A task
+    without an interpretation is explored without a hint.
+    """
+    paid = endpoint_of(run)
+    hints = {row["task"]: json.dumps(row["context"]) for row in rows_of(contexts)}
+    form = ""
+    if not run.env.prompt:
+        actions = run.env.task_generator().actions
+        form = f" Answer with the action and nothing else: {actions}."
+
+    def next_reply(t: evolve.Explored) -> str | None:
+        opening, *rest = t.messages
+        context = f", above all:\n{hints[t.task]}" if t.task in hints else ""
+        prompt = ACT.format(context=context, form=form, opening=opening["content"])
+        return reply_to(paid, (t.agent, t.iteration, t.task, t.rollout), prompt, rest)
+
     begun = evolve.begin_exploring(run, signals, 1, i)
-    make_env = partial(env_with, run, rows_of(task_set))
-    explorer.paid.play(begun, make_env, explorer.answer)
+    paid.play(begun, partial(env_with, run, rows_of(task_set)), next_reply)
     kept = [t for t in begun if t.ended != "context_limit"]
     write(run, out, kept)
     numbers = summarise(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
-    return numbers | explorer.paid.spent() | dict(refused=len(begun) - len(kept))
+    return numbers | paid.spent() | dict(refused=len(begun) - len(kept))
 
 
 @by_one_rank
@@ -179,36 +194,6 @@ def ask_all(run: Run, prompts: list[str]) -> tuple[list[str | None], dict]:
     works = [partial(reply_to, paid, (run.name, n), prompt, [])
              for n, prompt in enumerate(prompts)]
     return paid.side_by_side(works), paid.spent()
-
-
-class Player:
-    """Plays exploration episodes with the replies of the endpoint.
-
-    Args:
-        run: The run.
-        contexts: The endpoint's interpretation of a signal, by task. The prompt includes it as a
-            hint at what to explore. A task without an entry is explored without a hint.
-    """
-
-    def __init__(self, run: Run, contexts: dict[str, dict | str]):
-        self.paid = endpoint_of(run)
-        self.contexts = contexts
-        self.form = ""
-        if not run.env.prompt:
-            actions = run.env.task_generator().actions
-            self.form = f" Answer with the action and nothing else: {actions}."
-
-    def answer(self, asked: list) -> list:
-        """Returns the next reply of one episode, as a list with one item (reply, []). The item is
-        None if the endpoint refuses the request."""
-        (t, _), = asked
-        opening, *rest = t.messages
-        context = ""
-        if t.task in self.contexts:
-            context = f", above all:\n{json.dumps(self.contexts[t.task])}"
-        prompt = ACT.format(context=context, form=self.form, opening=opening["content"])
-        reply = reply_to(self.paid, (t.agent, t.iteration, t.task, t.rollout), prompt, rest)
-        return [None if reply is None else (reply, [])]
 
 
 # ------------------------------------------------------------------------- prompts and replies
@@ -290,7 +275,7 @@ class Explorer(evolve.Evolution, Stated):
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
-                (is_endpoint(s.explorer) and not s.explorer_model, "--explorer-model",
+                (s.explorer != "policy" and not s.explorer_model, "--explorer-model",
                  "give the explorer's name at its endpoint")]
 
 

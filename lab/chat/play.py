@@ -21,13 +21,12 @@ import dpo
 from common.files import run_of
 from common.settings import UsageError, parse
 from engine import chat, models, self_check
+from engine.console import counted, visible
 from engine.machine import Machine
 from engine.sampling import TokenSampler
 from environments import environment, make
 from envs import Environment, episode
-from lab.runfiles import command, config_of, phases_of, visible, way_of
-
-ENDS = dict(turn_limit="turn limit", context_limit="context limit", done="done")
+from lab.runfiles import command, config_of, phases_of, way_of
 
 
 class Encoder(chat.Encoder):
@@ -111,12 +110,11 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
             ids = encoder.reply(encoder.typed) if encoder.typed else ids
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
-        end = ENDS[t.ended]
+        end = t.ended.replace("_", " ")
     except (EOFError, KeyboardInterrupt):
         end = "left"
     solved = "no" if t.is_failure else "a"
-    turns = "1 turn" if t.turns == 1 else f"{t.turns} turns"
-    return f"{end} after {turns}: reward {t.reward:.3f}, {solved} success"
+    return f"{end} after {counted(t.turns, 'turns')}: reward {t.reward:.3f}, {solved} success"
 
 
 def typed(env: Environment, may_be_empty: bool) -> str:
@@ -147,7 +145,7 @@ def agent_of(path: Path) -> tuple[Path, Path]:
     if (path / "phases.json").exists():
         run = path
         agents = [path / output for output in phases_of(path)
-                  if output == "sft-target" or output.endswith("/target-agent")]
+                  if output.endswith(("sft-target", "/target-agent"))]
     existing = [agent for agent in agents if (agent / "config.json").is_file()]
     if run and existing:
         return run, existing[-1]

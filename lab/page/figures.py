@@ -9,9 +9,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from common.files import read_jsonl
 from lab.page.report import evaluations
-from lab.runfiles import agents_of, phases_of, visible
+from lab.runfiles import agents_of, phases_of, rows_in, visible
 
 # The Okabe-Ito palette, which colour-blind readers can distinguish. The first colour is for the
 # target agent, the second for the failure agent. page.css uses the same two colours.
@@ -101,8 +100,7 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
     on) over steps. Returns a list of (name of the phase's output, figure)."""
     drawings = []
     for phase in phases_of(run):
-        log = run / phase / "train.jsonl"
-        panels = panels_of(read_jsonl(log)) if log.is_file() else {}
+        panels = panels_of(rows_in(run / phase / "train.jsonl"))
         if not panels:
             continue
         drawing, axes = figure(len(panels), width=3.6, height=2.6)

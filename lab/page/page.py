@@ -19,11 +19,19 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from common.files import read_jsonl
 from engine.console import counted, headline
 from environments import first_reply
 from lab.page import figures, report
-from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
+from lab.runfiles import (
+    SOLVED,
+    agents_of,
+    command,
+    config_of,
+    is_finished,
+    phases_of,
+    phases_with,
+    rows_in,
+)
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
@@ -69,7 +77,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
 def status_of(run: Path) -> str:
     """Returns the progress of a run as text: "finished", or the number of finished phases and the
     last one."""
-    if (run / "result.json").exists():
+    if is_finished(run):
         return "finished"
     phases = phases_of(run)
     last = f", the last {[*phases][-1]}" if phases else ""
@@ -102,9 +110,8 @@ def conversations(run: Path, megabytes: float) -> dict:
         kept["opening"] = first_reply(row["messages"], row["turns"])
         runs[row["task"]].setdefault(name_of(row), kept)
     pairs = defaultdict(list)  # task -> preference pairs of this task
-    for row in pairs_in(phases):
-        if (run / row["output"]).is_file():
-            add_pairs(pairs, runs, run, row)
+    for row in phases_with(phases, "pairs", "trains"):
+        add_pairs(pairs, runs, run, row)
 
     texts = instructions(runs)
     tasks = []
@@ -127,10 +134,9 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
     for output in phases:
         # GRPO writes its episodes into the agent's folder.
         file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
-        if (run / file).is_file():
-            for row in read_jsonl(run / file):
-                if EPISODE <= row.keys():
-                    yield file, row
+        for row in rows_in(run / file):
+            if EPISODE <= row.keys():
+                yield file, row
 
 
 def name_of(row: dict) -> tuple:
@@ -150,28 +156,23 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
         recorded: The entry of phases.json for the phase that wrote the pairs file.
 
     The keys `first` and `last` of an added pair are its log-probabilities and margin in the first
-    and last training step that used the pair. They are None if no step has used it.
+    and last training step that used the pair. They are absent if no step has used it.
     """
     folder = (run / recorded["output"]).parent
-    margins = margins_in(folder / f"{recorded['trains']}-agent/margins.jsonl")
-    for row in read_jsonl(run / recorded["output"]):
-        names = [*runs.get(row["task"], {})]
-        sides = {side: name_of(row[side]) for side in ("chosen", "rejected")}
-        if not {*sides.values()} <= {*names}:
+    trains = recorded["trains"]
+    # A row of margins.jsonl has the same keys as its pair, and also `first` and `last`.
+    margins = {name_of_pair(row): row for row in rows_in(folder / f"{trains}-agent/margins.jsonl")}
+    for row in rows_in(run / recorded["output"]):
+        task = row["task"]
+        sides = name_of(row["chosen"]), name_of(row["rejected"])
+        names = [*runs.get(task, {})]
+        if not {*sides} <= {*names}:
             # The trajectory file is being recomputed and does not have this trajectory yet.
             continue
-        measured = margins.get(name_of_pair(row), dict(first=None, last=None))
-        row |= {side: names.index(name) for side, name in sides.items()}
-        pairs[row["task"]].append(row | measured | dict(trains=recorded["trains"],
-                                                        iteration=recorded["i"]))
-
-
-def margins_in(file: Path) -> dict[tuple, dict]:
-    """Reads margins.jsonl, which has one row per trained pair. Returns a dict from the key of a
-    pair (see `name_of_pair`) to its log-probabilities and margin in the first and last training
-    step that used the pair."""
-    rows = read_jsonl(file) if file.is_file() else []
-    return {name_of_pair(row): dict(first=row["first"], last=row["last"]) for row in rows}
+        chosen, rejected = map(names.index, sides)
+        measured = margins.get(name_of_pair(row), {})
+        pairs[task].append(row | measured | dict(chosen=chosen, rejected=rejected, trains=trains,
+                                                 iteration=recorded["i"]))
 
 
 def name_of_pair(row: dict) -> tuple:

@@ -8,10 +8,10 @@ from statistics import fmean
 
 import numpy as np
 
-from common.files import read_jsonl, write_json
+from common.files import write_json
 from engine.console import SHARES, counted
 from environments import environment
-from lab.runfiles import SOLVED, config_of, phases_of, phases_with
+from lab.runfiles import SOLVED, config_of, phases_of, phases_with, rows_in
 
 # A table is (title, names of the columns, rows). A column name that begins with < aligns its column
 # to the left.
@@ -39,13 +39,10 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     env = config_of(run)["settings"]["env"]
     evals = []
     for row in phases_with(phases, "split", "name", "episodes", "reward", "success"):
-        file = run / row["output"]
-        episodes = read_jsonl(file) if file.is_file() else []
+        episodes = rows_in(run / row["output"])
         if not episodes:  # the split has no tasks, or the user has deleted or emptied the file
             continue
-        rewards = defaultdict(list)  # task -> its rewards
-        for episode in episodes:
-            rewards[episode["task"]].append(episode["reward"])
+        rewards = rewards_by_task(episodes)
         reward = fmean(episode["reward"] for episode in episodes)
         success = fmean(episode["reward"] >= SOLVED for episode in episodes)
         low, high = bootstrap_interval([np.mean(of_task) for of_task in rewards.values()])
@@ -54,6 +51,14 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
                              out_of_context=full)
         evals.append(row | counted_again | scenarios(environment(env), rewards))
     return evals
+
+
+def rewards_by_task(episodes: list[dict]) -> dict[str, list[float]]:
+    """Returns the rewards of each task's episodes, given as rows of a trajectory file."""
+    rewards = defaultdict(list)
+    for episode in episodes:
+        rewards[episode["task"]].append(episode["reward"])
+    return rewards
 
 
 def scenarios(env, rewards: dict[str, list[float]]) -> dict:

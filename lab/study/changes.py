@@ -15,11 +15,12 @@ from common.files import file_hash, read_jsonl
 from engine.code import code_differences
 from engine.console import phrase
 from lab.page.report import Table
-from lab.runfiles import config_of, phases_of, phases_with
+from lab.runfiles import config_of, phases_of, phases_with, rows_in
 from lab.study.methods import Runs, setting_differences
 
 PAIR = {"kind", "chosen", "rejected", "weight", "sft_weight"}  # keys of a pair
 EPISODE = {"task", "messages", "reward"}                       # keys of an episode
+SAME_WEIGHTS = "the same weights"
 
 
 def changes(runs: Runs) -> Table:
@@ -27,13 +28,15 @@ def changes(runs: Runs) -> Table:
     first, *others = runs
     rows = []
     for arm, by_seed in runs.items():
-        names = code_changes([*by_seed.values()][:1], by_seed.values())
+        run, *other_seeds = by_seed.values()
+        names = code_changes(run, other_seeds)
         if names:
             rows.append((arm, "code, between its seeds", ", ".join(names)))
     for arm in others:
         if not setting_differences({first: runs[first], arm: runs[arm]}):
             rows.append((arm, "settings", "none differ"))
-        names = code_changes(runs[first].values(), runs[arm].values())
+        run, *_ = runs[first].values()
+        names = code_changes(run, runs[arm].values())
         rows.append((arm, "code", ", ".join(names) or "none differs"))
         common = [seed for seed in runs[first] if seed in runs[arm]]
         if not common:
@@ -45,15 +48,13 @@ def changes(runs: Runs) -> Table:
     return f"What differs from {first}", ["<method", "<what", "<difference"], rows
 
 
-def code_changes(before, after) -> list[str]:
-    """Compares the recorded code of each run in `before` with that of each run in `after`. Returns
-    the names of all code files that differ."""
+def code_changes(run: Path, others) -> list[str]:
+    """Compares the recorded code of a run with that of each of the other runs. Returns the names of
+    all code files that differ."""
+    code = config_of(run).get("code")
     names = {}
-    for run in before:
-        for other in after:
-            if run != other:
-                records = [config_of(each).get("code") for each in (run, other)]
-                names |= dict.fromkeys(code_differences(*records))
+    for other in others:
+        names |= dict.fromkeys(code_differences(code, config_of(other).get("code")))
     return [*names]
 
 
@@ -61,14 +62,14 @@ def first_difference(before: Path, after: Path) -> str:
     """Finds the first output that both runs have and that differs between them. Returns its name
     and a description of the difference. If no common output differs, the text names an output that
     exists in only one of the runs."""
-    outputs = {run: phases_of(run) for run in (before, after)}
-    for output in outputs[before]:
-        difference = output in outputs[after] and output_change(before / output, after / output)
+    outputs, others = phases_of(before), phases_of(after)
+    for output in outputs:
+        difference = output in others and output_change(before / output, after / output)
         if difference:
             return f"{output}: {difference}"
-    alone = [f"only {run} has {output}" for run, other in ((before, after), (after, before))
-             for output in outputs[run] if output not in outputs[other]]
-    return "; ".join(["no output of both differs", *alone[:1]])
+    alone = [output for output in outputs | others if (output in outputs) != (output in others)]
+    more = f"; only one of the runs has {alone[0]}" if alone else ""
+    return f"no output of both differs{more}"
 
 
 def output_change(before: Path, after: Path) -> str:
@@ -81,19 +82,20 @@ def output_change(before: Path, after: Path) -> str:
         return agent_change(before, after)
     if file_hash(before) == file_hash(after):
         return ""
-    files = read_jsonl(before), read_jsonl(after)
-    rows = [*files[0], *files[1]]
-    if all(EPISODE <= row.keys() for row in rows):
-        count = count_changed(*map(episodes_in, files))
+    rows, others = read_jsonl(before), read_jsonl(after)
+    if all(EPISODE <= row.keys() for row in rows + others):
+        count = count_changed(episodes_in(rows), episodes_in(others))
         return count and f"{count} episodes differ"
-    if all(PAIR <= row.keys() for row in rows):
-        kinds = [phrase("pairs", Counter(row["kind"] for row in file), {}) for file in files]
-        if kinds[0] != kinds[1]:
-            return f"{kinds[0]} -> {kinds[1]}"
-        changed = sum(row != other for row, other in zip(*files))
-        weights = [sum(row["weight"] for row in file) for file in files]
-        return f"{changed} of {kinds[0]} differ, weights {weights[0]:.4g} -> {weights[1]:.4g}"
-    return f"{len(files[0])} -> {len(files[1])} lines, of other content"
+    if all(PAIR <= row.keys() for row in rows + others):
+        pairs, other_pairs = pair_counts(rows), pair_counts(others)
+        if pairs != other_pairs:
+            return f"{pairs} -> {other_pairs}"
+        return f"{sum(row != other for row, other in zip(rows, others))} of {pairs} differ"
+    return f"{len(rows)} -> {len(others)} lines, of other content"
+
+
+def pair_counts(rows: list[dict]) -> str:
+    return phrase("pairs", Counter(row["kind"] for row in rows), {})
 
 
 def agent_change(before: Path, after: Path) -> str:
@@ -103,21 +105,18 @@ def agent_change(before: Path, after: Path) -> str:
     training step (loss, loss terms and gradient norm) and the largest difference between the
     weights.
     """
-    weights = [{file.name: file_hash(file) for file in folder.glob("*.safetensors")}
-               for folder in (before, after)]
-    logs = [read_jsonl(file) if file.is_file() else []
-            for file in (before / "train.jsonl", after / "train.jsonl")]
-    if weights[0] == weights[1] and logs[0] == logs[1]:
+    weights = weight_change(before, after)
+    log, other = rows_in(before / "train.jsonl"), rows_in(after / "train.jsonl")
+    if weights == SAME_WEIGHTS and log == other:
         return ""
     parts = []
-    if len(logs[0]) != len(logs[1]):
-        parts.append(f"{len(logs[0])} -> {len(logs[1])} steps")
-    steps = [log[0] if log else {} for log in logs]
-    for name in "loss", "dpo", "sft", "norm":
-        if name in steps[0] and name in steps[1]:
-            parts.append(f"first {name} {steps[0][name]:.4g} -> {steps[1][name]:.4g}")
-    parts.append("the same weights" if weights[0] == weights[1] else weight_change(before, after))
-    return "; ".join(parts)
+    if len(log) != len(other):
+        parts.append(f"{len(log)} -> {len(other)} steps")
+    for step, other_step in zip(log[:1], other[:1]):
+        for name in "loss", "dpo", "sft", "norm":
+            if name in step and name in other_step:
+                parts.append(f"first {name} {step[name]:.4g} -> {other_step[name]:.4g}")
+    return "; ".join([*parts, weights])
 
 
 def weight_change(before: Path, after: Path) -> str:
@@ -125,17 +124,22 @@ def weight_change(before: Path, after: Path) -> str:
     Rounding alone causes a difference of about 1e-8."""
     largest = 0.0
     for file in before.glob("*.safetensors"):
-        if not (after / file.name).exists():
+        other = after / file.name
+        if not other.exists():
             return "other files of weights"
-        with safe_open(file, "pt") as weights, safe_open(after / file.name, "pt") as others:
-            shapes = [{name: opened.get_slice(name).get_shape() for name in opened.keys()}
-                      for opened in (weights, others)]
-            if shapes[0] != shapes[1]:
+        if file_hash(file) == file_hash(other):
+            continue
+        with safe_open(file, "pt") as weights, safe_open(other, "pt") as others:
+            if shapes_in(weights) != shapes_in(others):
                 return "other names or shapes of weights"
             for name in weights.keys():
                 difference = weights.get_tensor(name) - others.get_tensor(name)
                 largest = max(largest, difference.abs().max().item())
-    return f"weights differ by at most {largest:.2g}"
+    return f"weights differ by at most {largest:.2g}" if largest else SAME_WEIGHTS
+
+
+def shapes_in(weights) -> dict[str, list[int]]:
+    return {name: weights.get_slice(name).get_shape() for name in weights.keys()}
 
 
 def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
@@ -159,20 +163,16 @@ def count_changed(episodes: dict, others: dict) -> str:
 def episode_changes(before: Path, after: Path) -> str:
     """Compares the greedy episodes of two runs in the last iteration that both have evaluated.
     Returns a text with the number of episodes that differ."""
-    outputs = []  # one dict per run: evaluation file -> iteration
-    for run in before, after:
-        rows = phases_with(phases_of(run), "split", "name", "episodes")
-        outputs.append({row["output"]: row["i"] for row in rows
-                        if (run / row["output"]).is_file()})
-    common = outputs[0].keys() & outputs[1].keys()
+    common = [row for row in phases_with(phases_of(before), "split", "name", "episodes")
+              if (before / row["output"]).is_file() and (after / row["output"]).is_file()]
     if not common:
         return "none that both have"
-    i = max(outputs[0][output] for output in common)
+    i = max(row["i"] for row in common)
     episodes, others = {}, {}
-    for output in common:
-        if outputs[0][output] == i:
-            episodes |= episodes_in(read_jsonl(before / output))
-            others |= episodes_in(read_jsonl(after / output))
+    for row in common:
+        if row["i"] == i:
+            episodes |= episodes_in(read_jsonl(before / row["output"]))
+            others |= episodes_in(read_jsonl(after / row["output"]))
     count = count_changed(episodes, others)
     if not count:
         return f"all {len(episodes)} are identical, iteration {i}"

@@ -25,7 +25,7 @@ from lab.page.report import Table
 from lab.runfiles import command, is_finished, phases_of, visible
 from lab.study import numbers
 from lab.study.changes import changes
-from lab.study.methods import Runs, arm_of, named, setting_differences
+from lab.study.methods import Runs, arm_of, each, named, setting_differences
 from lab.study.numbers import interval, paired, values_by_seed
 
 MEASURES = ("reward", "success")
@@ -35,8 +35,8 @@ NOTE = ("Each number is the mean over seeds ± half the width of its 95% t inter
         "comparisons: without any real difference, about one difference in 20 has a *.")
 
 
-def write_report(title: str, runs: Runs, out: Path, compared: list | None = None) -> str:
-    """Writes the report on runs into a folder.
+def write_report(title: str, runs: Runs, out: Path, compared: list | None = None) -> None:
+    """Prints the report on runs, and writes it into a folder.
 
     Args:
         title: The first line of the report.
@@ -46,9 +46,6 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
         compared: Pairs of arms (a, b). The report has the differences a - b of each pair. If
             `compared` is None, all arms are compared with each other, and the report begins with
             the differences in settings, code and outputs.
-
-    Returns:
-        The report as text.
     """
     out.mkdir(parents=True, exist_ok=True)
     tables = []
@@ -58,7 +55,7 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
         of_shares = compared
         tables += [("Settings in which they differ", ["<setting", "<method", "<value"],
                     setting_differences(runs)), changes(runs)]
-    compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
+    compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b]
     tables.append(states(runs))
     evals, notes = numbers.on_common_tasks(numbers.evaluations(runs))
     tables += [of_target(numbers.after_the_last(evals)), of_pairs(evals, compared), of_costs(runs),
@@ -76,7 +73,8 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
     text = "\n\n".join(texts) + "\n"
     (out / "report.txt").write_text(text, encoding="utf-8")
     (out / "report.json").write_text(json.dumps(as_json, indent=1))
-    return text
+    print(text)
+    print(f"{visible(str(out))} contains this report, its numbers and its figures")
 
 
 # ------------------------------------------------------------------------------------ as text
@@ -175,16 +173,15 @@ def states(runs: Runs) -> Table:
     """Returns a table of the runs that need attention: unfinished runs, and runs whose output
     files were edited by the user."""
     rows = []
-    for arm, by_seed in runs.items():
-        for seed, run in by_seed.items():
-            phases = phases_of(run)
-            notes = []
-            if not is_finished(run):
-                i = max((row["i"] for row in phases.values()), default=0)
-                notes.append(f"unfinished, iteration {i}")
-            notes += [f"{output} was edited" for output, row in phases.items() if "edited" in row]
-            if notes:
-                rows.append((arm, str(seed), "; ".join(notes)))
+    for arm, seed, run in each(runs):
+        phases = phases_of(run)
+        notes = []
+        if not is_finished(run):
+            i = max((row["i"] for row in phases.values()), default=0)
+            notes.append(f"unfinished, iteration {i}")
+        notes += [f"{output} was edited" for output, row in phases.items() if "edited" in row]
+        if notes:
+            rows.append((arm, str(seed), "; ".join(notes)))
     return "Runs to note", ["<method", "<seed", "<note"], rows
 
 
@@ -215,11 +212,9 @@ def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
     explored trajectories. The shares are computed for three reward thresholds. Negatives are below
     the threshold, and hard negatives are failures at or above it."""
     measures = ("success", "negative", "hard negative")
-    rows = []
-    for threshold in (0.6, 0.7, 0.8):
-        shares = numbers.shares(runs, threshold)
-        rows += means(shares, ("arm", "threshold"), measures)
-        rows += leads(shares, compared, "threshold", measures)
+    shares = numbers.shares(runs)
+    rows = means(shares, ("arm", "threshold"), measures)
+    rows += leads(shares, compared, "threshold", measures)
     return ("Table 2: explored trajectories, all agents and iterations of a method",
             ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
 
@@ -293,8 +288,7 @@ def main(argv: list[str]) -> None:
     given = [split_name(word) for word in args.runs]
     parent = os.path.commonpath([path.resolve().parent for _, path in given])
     out = args.out or Path(parent, "report")
-    print(write_report("Comparison of runs", named(given), out))
-    print(f"compare: {visible(str(out))} contains this report, its numbers and its figures")
+    write_report("Comparison of runs", named(given), out)
 
 
 if __name__ == "__main__":

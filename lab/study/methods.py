@@ -134,6 +134,13 @@ def training_phases(phases: dict, agent: str = "") -> list[dict]:
 Runs = dict[str, dict[int | str, Path]]
 
 
+def each(runs: Runs):
+    """Yields (arm, seed, folder) of each run."""
+    for arm, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            yield arm, seed, run
+
+
 def arm_of(run: Path) -> str:
     """Returns the arm of a run. The folder of a study's run is called ARM-sSEED. If the name of a
     folder does not begin with an arm, the run's method is returned instead."""

@@ -17,9 +17,10 @@ import transformers
 from common.files import read_jsonl
 from engine.models import read_model
 from lab.page import report
-from lab.runfiles import SOLVED, explorations_in, is_finished, phases_of
-from lab.study.methods import Runs, task_counts, training_phases
+from lab.runfiles import SOLVED, explorations_in, is_finished, phases_of, rows_in
+from lab.study.methods import Runs, each, task_counts, training_phases
 
+THRESHOLDS = (0.6, 0.7, 0.8)  # minimum rewards of a hard negative [Table 2]
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010,
      2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930)
@@ -74,19 +75,16 @@ def evaluations(runs: Runs) -> list[dict]:
     then named "ARM: AGENT".
     """
     evals = []
-    for arm, by_seed in runs.items():
-        for seed, run in by_seed.items():
-            of_run = report.evaluations(run, phases_of(run))
-            has_target = any(e["name"] == "target" for e in of_run)
-            for e in of_run:
-                if has_target and e["name"] != "target":
-                    continue
-                rewards = defaultdict(list)
-                for row in read_jsonl(run / e["output"]):
-                    rewards[row["task"]].append(row["reward"])
-                label = arm if has_target else f"{arm}: {e['name']}"
-                evals.append(e | dict(arm=label, seed=seed, finished=is_finished(run),
-                                      rewards=rewards))
+    for arm, seed, run in each(runs):
+        of_run = report.evaluations(run, phases_of(run))
+        has_target = any(e["name"] == "target" for e in of_run)
+        for e in of_run:
+            if has_target and e["name"] != "target":
+                continue
+            label = arm if has_target else f"{arm}: {e['name']}"
+            rewards = report.rewards_by_task(read_jsonl(run / e["output"]))
+            evals.append(e | dict(arm=label, seed=seed, finished=is_finished(run),
+                                  rewards=rewards))
     return evals
 
 
@@ -165,26 +163,29 @@ def explored(run: Path, agent: str | None = None) -> list[dict]:
     given. Files that were deleted are skipped."""
     rows = []
     for phase in explorations_in(phases_of(run)):
-        if agent in (None, phase["name"]) and (run / phase["output"]).is_file():
-            rows += read_jsonl(run / phase["output"])
+        if agent in (None, phase["name"]):
+            rows += rows_in(run / phase["output"])
     return rows
 
 
-def shares(runs: Runs, threshold: float) -> list[dict]:
-    """Returns one row per run, with the shares of three kinds of explored trajectories.
+def shares(runs: Runs) -> list[dict]:
+    """Returns one row per run and threshold, with the shares of three kinds of explored
+    trajectories.
 
     A success has reward 1. A negative has a reward below the threshold. A hard negative is a
     failure with a reward of at least the threshold. Runs without explored trajectories are skipped.
     """
     rows = []
-    for arm, by_seed in runs.items():
-        for seed, run in by_seed.items():
-            rewards = np.array([row["reward"] for row in explored(run)])
-            if len(rewards):
-                solved, below = rewards >= SOLVED, rewards < threshold
-                rows.append({"arm": arm, "seed": seed, "threshold": threshold,
-                             "success": float(solved.mean()), "negative": float(below.mean()),
-                             "hard negative": float((~solved & ~below).mean())})
+    for arm, seed, run in each(runs):
+        rewards = np.array([row["reward"] for row in explored(run)])
+        if not len(rewards):
+            continue
+        solved = rewards >= SOLVED
+        for threshold in THRESHOLDS:
+            below = rewards < threshold
+            rows.append({"arm": arm, "seed": seed, "threshold": threshold,
+                         "success": float(solved.mean()), "negative": float(below.mean()),
+                         "hard negative": float((~solved & ~below).mean())})
     return rows
 
 

@@ -148,8 +148,7 @@ def main(argv: list[str]) -> None:
     runs = finished(folder)
     if not runs:
         raise UsageError(f"{folder}: it has no finished run (METHOD-sSEED with result.json)")
-    print(write_report(f"Study on {args.env}", runs, folder / "report", COMPARED))
-    print(f"study: {folder / 'report'} contains this report, its numbers and its figures")
+    write_report(f"Study on {args.env}", runs, folder / "report", COMPARED)
 
 
 if __name__ == "__main__":
