@@ -566,6 +566,8 @@ def reply_tokens(reply: str, usage: dict, reasons: bool) -> int:
     completion, reasoning = count(usage, "completion_tokens"), reasoning_tokens(usage)
     if 0 < reasoning < completion:
         return completion - reasoning
-    if completion and not reasons and completion <= len(reply.encode()) + END_TOKENS:
-        return completion
-    return estimated_tokens(reply)
+    estimate = estimated_tokens(reply)
+    if completion == 0:
+        return estimate
+    hides = reasons or completion > len(reply.encode()) + END_TOKENS
+    return min(estimate, completion) if hides else completion

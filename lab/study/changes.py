@@ -67,9 +67,11 @@ def first_difference(before: Path, after: Path) -> str:
         difference = output in others and output_change(before / output, after / output)
         if difference:
             return f"{output}: {difference}"
-    alone = [output for output in outputs | others if (output in outputs) != (output in others)]
-    more = f"; only one of the runs has {alone[0]}" if alone else ""
-    return f"no output of both differs{more}"
+    for run, own, theirs in (before, outputs, others), (after, others, outputs):
+        for output in own:
+            if output not in theirs:
+                return f"no output of both differs; only {run} has {output}"
+    return "no output of both differs"
 
 
 def output_change(before: Path, after: Path) -> str:
@@ -90,12 +92,19 @@ def output_change(before: Path, after: Path) -> str:
         pairs, other_pairs = pair_counts(rows), pair_counts(others)
         if pairs != other_pairs:
             return f"{pairs} -> {other_pairs}"
-        return f"{sum(row != other for row, other in zip(rows, others))} of {pairs} differ"
+        changed = sum(row != other for row, other in zip(rows, others))
+        weight, other_weight = weight_of(rows), weight_of(others)
+        return f"{changed} of {pairs} differ, weights {weight:.4g} -> {other_weight:.4g}"
     return f"{len(rows)} -> {len(others)} lines, of other content"
 
 
 def pair_counts(rows: list[dict]) -> str:
     return phrase("pairs", Counter(row["kind"] for row in rows), {})
+
+
+def weight_of(rows: list[dict]) -> float:
+    """Returns the sum of the weights of all pairs in a pairs file."""
+    return sum(row["weight"] for row in rows)
 
 
 def agent_change(before: Path, after: Path) -> str:
