@@ -179,7 +179,7 @@ def test_a_question_with_the_solution_of_another_does_not_join(env):
     db = env.find(task)["db"]
     joined, of = Counter(), Counter()
     with closing(env.database(db)) as database:
-        for _ in range(40):
+        for _ in range(160):
             q, other = (questions.draw_question(rng, env.data.tables[db]) for _ in range(2))
             if q["gold"] == other["gold"] or not all(
                     questions.worth_asking(database.run, each["gold"])

@@ -55,6 +55,7 @@ class AppWorld(Environment):
         # The short view also has the prompt. Only the tiny model needs a view without a prompt, and
         # the tiny model is never used with AppWorld.
         self.prompt = PROMPT
+        python = data.interpreter()
         if appworld_root:
             root = data.checked_path(Path(appworld_root).resolve())
         else:
@@ -62,7 +63,7 @@ class AppWorld(Environment):
         self.splits = data.splits(root, official=bool(appworld_root))
         self.test_splits = tuple(self.splits)[2:]
         self.share_of_tests = appworld_reward == "tests"
-        self.judge = Judge(data.interpreter(), root)
+        self.judge = Judge(python, root)
         self._episode = None
 
     def task_generator(self):
