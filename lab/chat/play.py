@@ -197,7 +197,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Replace characters that the terminal's encoding lacks, instead of raising an error.
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(errors="replace")
+    sys.stdin.reconfigure(errors="replace")  # bytes that are invalid in the terminal's encoding
     command("play", main)
