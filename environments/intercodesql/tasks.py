@@ -267,6 +267,8 @@ class TaskGenerator:
         task, solution = candidate["task"], candidate["solution"]
         if not self.agree(task):
             return "its text does not ask for what its query reads"
+        if len(solution) > self.env.max_turns:
+            return "its solution is longer than an episode"
         first, second = (converse(self.env, self.env.start(task), saying(solution))
                          for _ in range(2))
         if first != second:
