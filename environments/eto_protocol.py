@@ -28,9 +28,9 @@ from envs import Environment, Step
 class ProtocolOptions(Options):
     """Settings of WebShop, ScienceWorld and InterCodeSQL, which are the environments of ETO and
     IPR."""
-    # Messages and rules of the episodes: "ours" for those of this project, or "eto" for those of
-    # ETO's code. For InterCodeSQL, "eto" uses IPR's code instead of ETO's code. "eto" also sets the
-    # prompt, lengths, stop strings, learning rate, temperature and rewards of the same code [ours]
+    # Prompt, messages, rules, stop strings and rewards of the episodes: "ours" for those of this
+    # project, or "eto" for those of ETO's code (of IPR's code in InterCodeSQL). "eto" also changes
+    # the defaults of lengths, learning rate and temperature to those of that code [ours]
     protocol: Literal["ours", "eto"] = "ours"
     # Folder with the prompts for --protocol eto: eval_agent/prompt in ETO's or IPR's repository [-]
     prompts: OldFile = None

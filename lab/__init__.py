@@ -1,2 +1,2 @@
-"""Extensions of the method in coevolve.py: further settings, methods and models, evaluation of chat
-endpoints, studies of several runs, the page of a run, and reports."""
+"""Extensions of coevolve.py: baselines, evaluation of chat endpoints, studies with several methods
+and seeds, reports, and an HTML page for each run."""

@@ -226,7 +226,7 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
         mask = row["action_mask"]
         marked = sum(after > before for before, after in zip(mask, mask[1:]))
         texts = sum(bool(message["content"]) for message in messages[opening:][::2])
-        # Every reply with text must have marked tokens. Empty replies need none.
+        # The mask must be 1 for some tokens of every reply that has text. Empty replies need none.
         if not texts <= marked <= turns:
             raise ValueError(f"'action_mask' marks {marked} replies, but the last {turns} are "
                              "trained on; give their number as 'turns', or remove the mask")

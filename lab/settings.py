@@ -1,4 +1,4 @@
-"""All methods (METHODS), and one class with the settings of all of them (Settings)."""
+"""Lists all training methods (METHODS), and combines their settings in one class (Settings)."""
 
 from dataclasses import dataclass
 

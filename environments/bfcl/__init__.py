@@ -18,9 +18,9 @@ class Options(environments.Options):
     # and 80 for testing; "published" uses all 200 for testing, including the 100 training tasks and
     # the 20 validation tasks [ours]
     bfcl_split: Literal["ours", "published"] = "ours"
-    # reward of an episode: "all" is 1 if every turn passes BFCL's checks, and otherwise 0; all
-    # failures then have the same reward, so co-evolution cannot form pairs of failures; "turns" is
-    # the fraction of turns that pass [BFCL; "turns" is ours]
+    # reward of an episode: "all" is 1 if every turn passes BFCL's checks, and otherwise 0. "turns"
+    # is the fraction of turns that pass. With "all", every failure has reward 0, so co-evolution
+    # cannot form pairs of failures [BFCL]
     bfcl_reward: Literal["all", "turns"] = "all"
 
     presets = {

@@ -443,8 +443,8 @@ class MySQL:
 
     def close(self):
         connection, self._connection = self._connection, None
-        # If a result is still open, PyMySQL fetches the remaining rows before it closes the
-        # connection. The line below the condition prevents this.
+        # If not all rows of a result were fetched, PyMySQL would fetch them before it closes the
+        # connection. Without `unbuffered_active`, PyMySQL does not fetch them.
         if connection and connection._result:
             connection._result.unbuffered_active = False
         if connection and connection.open:

@@ -73,7 +73,8 @@ class Table:
     key: str               # name of the primary key column
     label: Column          # column with the name of each person, thing or site
     numbers: list[Column]  # numeric columns
-    # Text columns. Outside the table of sites, the last item is the foreign key to this table.
+    # Text columns. In all tables but the table of sites, the last text column is a foreign key to
+    # the table of sites.
     texts: list[Column]
 
     @property
@@ -290,10 +291,10 @@ def sql_data() -> SQLData:
 
 
 def schema_key(script: str) -> frozenset:
-    """Returns a key of the schema that a script creates. Equal schemas have equal keys.
+    """Returns a key of the schema that a script creates. Two schemas have the same key if they have
+    the same tables and columns, in any order.
 
-    The key contains one set for each CREATE TABLE line. The set contains all words of the line. The
-    words are the names and types of the columns, the name of the table, and SQL keywords.
+    The key contains one set of words for each CREATE TABLE line of the script.
     """
     return frozenset(frozenset(re.findall(r"\w+", line))
                      for line in re.findall(r"CREATE TABLE .*", script))

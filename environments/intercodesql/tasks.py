@@ -190,9 +190,9 @@ class TaskGenerator:
     def agree(self, task: dict) -> bool:
         """Returns True if the question and the gold query mention the same parts of the database.
 
-        Both must mention the same tables, columns, values, numbers and operations. There are two
-        exceptions. The query may contain a label column or LIMIT 1 that the question does not
-        mention. The query must also read at least one table.
+        Both must mention the same tables, columns, values, numbers and operations, and the query
+        must read at least one table. There are two exceptions: the query may contain LIMIT 1 and
+        the column `Table.label`, even if the question does not mention them.
         """
         tables, question = self.env.data.tables[task["db"]], task["query"]
         sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)

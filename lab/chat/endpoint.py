@@ -88,7 +88,8 @@ QUOTES = re.compile(r"""
     ```.*?(?:```|\Z) | `([^`]*)` | (?<!\d)"((?:\\.|[^"\\])*)\\?(?:"|\Z) | “([^”]*)”? | «([^»]*)»?
   | „([^“”]*)[“”]? | (?<!\w)'((?:[^']|(?<=\w)'(?=\w))*)'(?!\w) | ‘((?:[^’]|’(?=\w))*)(?:’|\Z)
 """, re.S | re.X)
-# Optional fields of a request, and words of error messages that reject such a field.
+# Optional fields of a request. If an error message has the name of such a field close to a word in
+# UNWANTED, the endpoint does not accept the field.
 FIELDS = ("temperature", "max_tokens", "max_completion_tokens")
 UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|valid|support|permit|allow|"
             "accept|availab|must|should|between|range|only|cannot|remov|disabl|forbid|no longer)")
@@ -207,11 +208,12 @@ class Endpoint:
         raise EndpointError(self.in_one_line(problem))
 
     def request_once(self, messages: list[dict]) -> tuple[str, dict]:
-        """Sends a request once, and returns the reply and its usage.
+        """Sends a request without retries, and returns the reply and its usage.
 
-        If the endpoint rejects an optional field, such as temperature, the request is sent again
-        without this field. Raises Passing if the error may be transient, ContextFull if the prompt
-        is too long, NotAnswered if the endpoint refuses the messages, and EndpointError otherwise.
+        Only if the endpoint rejects an optional field, such as temperature, the request is sent
+        again without this field. Raises Passing if the error may be transient, ContextFull if the
+        prompt is too long, NotAnswered if the endpoint refuses the messages, and EndpointError
+        otherwise.
         """
         while True:
             body = self.body | dict(messages=messages)

@@ -88,7 +88,8 @@ class Paid:
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
-        self.last = {}  # conversation -> (number of messages, answers.jsonl row) of last request
+        # Maps a conversation to its latest request: (number of messages, row of answers.jsonl)
+        self.last = {}
         self.noticed = Counter()
 
     def ask(self, what: tuple, messages: list[dict]) -> dict:

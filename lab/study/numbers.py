@@ -214,8 +214,9 @@ def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def distances(rows: list[dict], embed) -> dict[str, float]:
-    """Returns the mean distance between the failures of each task that has at least two failures.
-    Trajectories without action tokens have no embedding and are skipped."""
+    """Returns the mean cosine distance, 1 - cos, between any two failures of a task, for each task
+    with at least two failures. Trajectories without action tokens have no embedding, and are
+    skipped."""
     vectors = defaultdict(list)
     for row in rows:
         if row["reward"] < SOLVED and any(row["action_mask"]):
