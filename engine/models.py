@@ -230,10 +230,10 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
     model, report = read(transformers.AutoModelForCausalLM, folder, dtype=dtype,
                          config=read_full_config(folder), device_map={"": device},
                          output_loading_info=True)
-    missing = {*report["missing_keys"], *report["mismatched_keys"]}
+    missing = report["missing_keys"]
     if missing:
         raise UsageError(f"--model {folder}: {len(missing)} weights are missing, such as "
-                         f"{min(map(str, missing))}; give a complete checkpoint")
+                         f"{min(missing)}; give a complete checkpoint")
     unused = {name for name in report["unexpected_keys"] if UNUSED_WEIGHTS.search(name)}
     unknown = report["unexpected_keys"] - unused
     if unknown:
