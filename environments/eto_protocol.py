@@ -71,10 +71,12 @@ class EtoEnvironment:
         self.instruction = instruction
         self.examples = examples
 
-    reset = Environment.reset  # calls the `start` of this class, if it has one
-
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
+
+    def reset(self, task: str) -> str:
+        # Not the `reset` of `inner`, which would not call the `start` of this class.
+        return self.start(self.find(task))
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """Returns the first messages of an episode: the instruction, the reply "OK", the example

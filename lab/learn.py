@@ -135,8 +135,9 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
         pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)
         failures = coevolve.d_fail(own, more, s, dropped)
         if s.failure_pair_weights == "rollouts":  # the same weights as in coevolve.d_tgt
+            count = math.comb(len(own + more), 2)
             for pair in failures:
-                pair.weight = 1.0 / math.comb(len(own + more), 2)
+                pair.weight = 1.0 / count
         pairs += failures
     write_pairs(run, out, pairs)
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)

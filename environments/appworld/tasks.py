@@ -281,7 +281,8 @@ def texts_of(node: ast.Compare) -> list[str]:
 
 def codes(replies: list[str]) -> list[str]:
     """Returns the code block of each reply. Replies without a code block are skipped."""
-    return [*filter(None, map(code_of, replies))]
+    blocks = map(code_of, replies)
+    return [code for code in blocks if code]
 
 
 def tree_of(code: str) -> ast.AST | None:

@@ -20,7 +20,6 @@ from lab.study.methods import Runs, setting_differences
 
 PAIR = {"kind", "chosen", "rejected", "weight", "sft_weight"}  # keys of a pair
 EPISODE = {"task", "messages", "reward"}                       # keys of an episode
-SAME_WEIGHTS = "the same weights"
 
 
 def changes(runs: Runs) -> Table:
@@ -116,7 +115,7 @@ def agent_change(before: Path, after: Path) -> str:
     """
     weights = weight_change(before, after)
     log, other = rows_in(before / "train.jsonl"), rows_in(after / "train.jsonl")
-    if weights == SAME_WEIGHTS and log == other:
+    if not weights and log == other:
         return ""
     parts = []
     if len(log) != len(other):
@@ -125,13 +124,13 @@ def agent_change(before: Path, after: Path) -> str:
         for name in "loss", "dpo", "sft", "norm":
             if name in step and name in other_step:
                 parts.append(f"first {name} {step[name]:.4g} -> {other_step[name]:.4g}")
-    return "; ".join([*parts, weights])
+    return "; ".join([*parts, weights or "the same weights"])
 
 
 def weight_change(before: Path, after: Path) -> str:
-    """Returns a text with the largest absolute difference between the weights of two agents.
-    Rounding alone causes a difference of about 1e-8."""
-    largest = 0.0
+    """Returns a text with the largest absolute difference between the weights of two agents, or ""
+    if their weight files are equal. Rounding alone causes a difference of about 1e-8."""
+    largest = None
     for file in before.glob("*.safetensors"):
         other = after / file.name
         if not other.exists():
@@ -143,8 +142,8 @@ def weight_change(before: Path, after: Path) -> str:
                 return "other names or shapes of weights"
             for name in weights.keys():
                 difference = weights.get_tensor(name) - others.get_tensor(name)
-                largest = max(largest, difference.abs().max().item())
-    return f"weights differ by at most {largest:.2g}" if largest else SAME_WEIGHTS
+                largest = max(largest or 0.0, difference.abs().max().item())
+    return "" if largest is None else f"weights differ by at most {largest:.2g}"
 
 
 def shapes_in(weights) -> dict[str, list[int]]:
