@@ -1,7 +1,7 @@
-"""Training: token log-probabilities, losses, micro-batches and the optimiser loop.
+"""Training: batches, token log-probabilities, reference models, losses and the optimiser loop.
 
-This file is raw PyTorch, and imports nothing else from this project. Equation numbers refer to
-arXiv 2511.22254. Its notation is:
+This file is raw PyTorch, and imports nothing else from this project. It is in the order in which
+training runs. Equation numbers refer to arXiv 2511.22254. Its notation is:
 
     u        a task
     e        a trajectory
@@ -10,9 +10,8 @@ arXiv 2511.22254. Its notation is:
     pi_ref   the reference model; DPO (direct preference optimisation) compares the policy to it
     SFT      supervised fine-tuning
 
-Precision: weights, gradients and AdamW states are fp32. On a GPU, forward passes run in bf16 by
-default, except for the included model tiny (see `engine.forward_passes` and `engine.models`).
-Logits are cast to fp32. Losses, and sums over tokens, are computed in fp64.
+Precision: weights, gradients and AdamW states are fp32. Logits are cast to fp32. Losses, and sums
+over tokens, are computed in fp64.
 
 Shapes:
 
@@ -31,17 +30,15 @@ import inspect
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
-# ----------------------------------------------------------------------- trajectories and pairs
+# ------------------------------------------------------------------------- trajectories and pairs
 
 Ids = list[int]   # token ids, or a mask with one entry per token
 ROUNDING = 1e-9   # the largest difference between two rewards that count as equal
@@ -78,10 +75,10 @@ class Trajectory:
     #     "refused"        an API endpoint refused a request (only if an endpoint is evaluated)
     ended: str = ""
 
-    # `reference` is log pi_ref(e|u), which `add_references` computes. This attribute has no type
+    # `ref_log_prob` is log pi_ref(e|u), which `add_references` computes. This attribute has no type
     # annotation, so it is not a dataclass field. It is therefore not saved to files, and
     # dataclasses.replace resets it to None.
-    reference = None
+    ref_log_prob = None
 
     def extend(self, ids: Ids, is_action: bool) -> None:
         self.ids += ids
@@ -166,7 +163,99 @@ def pairs_of(groups: list[Group]) -> list[Pair]:
     return pairs
 
 
-# --------------------------------------------------------------------------- log-probabilities
+# ---------------------------------------------------------------------------------------- batches
+
+
+def batches(
+    groups: list[Group],
+    size: int,
+    rng: random.Random,
+    epochs: int = 1,
+) -> list[list[Group]]:
+    """Shuffles the groups in each epoch, and splits them into batches.
+
+    A batch has at most `size` pairs. All pairs of a group are in the same batch, so a group with
+    more pairs gets its own batch. In SFT, groups have no pairs. A group without pairs counts as one
+    pair. The last batch of an epoch may be smaller.
+    """
+    filled = []
+    for _ in range(epochs):
+        shuffled = rng.sample(groups, len(groups))
+        costs = [max(1, len(group.pairs)) for group in shuffled]
+        filled += chunk_by_cost(shuffled, costs, size)
+    return filled
+
+
+def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
+    """Splits a batch into micro-batches for gradient accumulation.
+
+    The groups are sorted by length to reduce padding. A group is never split. A group that does not
+    fit in memory gets its own micro-batch. `fits(trajectories)` returns True if one forward and
+    backward pass over these trajectories fits in memory.
+    """
+    packed = []
+    for group in sorted(groups, key=longest, reverse=True):
+        if not packed or not fits(trajectories_of([*packed[-1], group])):
+            packed.append([])
+        packed[-1].append(group)
+    return packed
+
+
+def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
+    """Returns True if a padded batch of the trajectories has at most `tokens` tokens.
+
+    All trajectories are padded to the length of the longest one.
+    """
+    return len(trajectories) * max(len(t.ids) for t in trajectories) <= tokens
+
+
+def longest(group: Group) -> int:
+    return max(len(t.ids) for t in group.trajectories)
+
+
+def chunk_by_cost(items: list, costs: list[float], limit: float) -> list[list]:
+    """Splits items into consecutive chunks, each with a total cost of at most `limit`.
+
+    If a single item costs more than `limit`, it gets its own chunk.
+    """
+    chunks = []
+    left = 0
+    for item, cost in zip(items, costs):
+        if not chunks or cost > left:
+            chunks.append([])
+            left = limit
+        chunks[-1].append(item)
+        left -= cost
+    return chunks
+
+
+def learning_rates(
+    steps: int,
+    peak: float,
+    warmup: float = 0.0,
+    cosine: bool = False,
+) -> list[float]:
+    """Returns the learning rate of each step.
+
+    During warmup, which is a fraction of the steps, the learning rate rises linearly from 0 to
+    `peak`. The number of warmup steps is rounded down. (transformers rounds up. If training has
+    only one step, rounding up would give this step a learning rate of 0.) After warmup, the
+    learning rate follows a cosine decay, or stays constant.
+    """
+    warmup_steps = int(warmup * steps)
+    rates = []
+    for step in range(steps):
+        rate = peak
+        if step < warmup_steps:
+            rate = peak * step / warmup_steps
+        elif cosine:
+            angle = math.pi * (step - warmup_steps) / (steps - warmup_steps)
+            rate = peak * 0.5 * (1 + math.cos(angle))
+        rates.append(rate)
+    return rates
+
+
+# ------------------------------------------------------------------------------ log-probabilities
 
 
 def in_fp32(logits: Tensor) -> Tensor:
@@ -230,7 +319,7 @@ def logits_at(positions: Tensor, model, **inputs) -> Tensor:
     return model(**inputs, use_cache=False).logits[:, positions]
 
 
-def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
+def trajectory_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
     """Computes log pi(e|u) of each trajectory, (T,), the sum of its token log-probabilities.
 
     Args:
@@ -251,7 +340,40 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
     return zeros.index_add(0, owners, per_token.double())
 
 
-# -------------------------------------------------------------------------------------- losses
+@torch.no_grad()
+def add_references(
+    model,
+    groups: list[Group],
+    log_probs: Callable = token_log_probs,
+    fits: Callable = fits_in_pass,
+) -> None:
+    """Computes log pi_ref(e|u) of each trajectory with pi_ref, and stores it in `t.ref_log_prob`.
+
+    In bf16, the log-probabilities of a trajectory depend slightly on the other trajectories in its
+    batch. In the first training step, margins are therefore close to 0, but not exactly 0.
+    """
+    for micro_batch in micro_batches(groups, fits):
+        trajectories = trajectories_of(micro_batch)
+        per_token = log_probs(model, trajectories)                                # (A,)
+        values = trajectory_log_probs(per_token, trajectories).tolist()               # (T,)
+        for t, value in zip(trajectories, values):
+            t.ref_log_prob = value
+
+
+def references_of(trajectories: list[Trajectory]) -> list[float]:
+    """Returns log pi_ref(e|u) of each trajectory, (T,).
+
+    Raises ValueError if the attribute `ref_log_prob` of a trajectory is not set.
+    """
+    for t in trajectories:
+        if t.ref_log_prob is None:
+            raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r}, has no "
+                             "ref_log_prob; call dpo.add_references on the training groups, or set "
+                             "it to 0 for pi_ref = 1")
+    return [t.ref_log_prob for t in trajectories]
+
+
+# ----------------------------------------------------------------------------------------- losses
 # A loss function is called as loss(policy, groups). The tensor `policy`, (A,), contains log pi of
 # all action tokens in the groups. A loss function returns two dicts:
 # - Losses: scalar tensors, each summed over the groups. The entry `loss` is minimised. All other
@@ -260,7 +382,7 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
 #   of pairs of this kind. All other sums are divided by `count` to compute means.
 #
 # Losses are sums, so `train` divides them by denominator(batch). The denominator function is
-# `action_count` for SFT, and `pair_weight` or `pair_count` for Eq. (9).
+# `action_count` for SFT, and `total_weight` or `pair_count` for Eq. (9).
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
@@ -313,7 +435,7 @@ def preference_loss(
 
     Args:
         policy: log pi of all action tokens, (A,).
-        groups: The groups, one per task. The attribute `reference` of each trajectory must be set.
+        groups: The groups, one per task. Each trajectory needs its `ref_log_prob`.
         beta: The factor beta in Eq. (7).
         lambda_dpo, lambda_sft: The weights of the DPO term and of the SFT term.
         log_prob_reduction: "sum" or "mean". In the DPO term, the log-probability of a trajectory is
@@ -325,7 +447,7 @@ def preference_loss(
         second dict is the result of `pair_statistics`.
     """
     trajectories = trajectories_of(groups)
-    pi = action_log_probs(policy, trajectories)                                   # (T,)
+    pi = trajectory_log_probs(policy, trajectories)                                   # (T,)
     ref = pi.new_tensor(references_of(trajectories))                              # (T,)
     counts = pi.new_tensor([t.action_count for t in trajectories])                # (T,)
 
@@ -353,8 +475,12 @@ def preference_loss(
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
     dpo = lambda_dpo * weight * preference                                        # (P,)
     sft = lambda_sft * sft_weight * imitation                                     # (P,)
-    terms = dict(loss=(dpo + sft).sum(), dpo=dpo.sum(), sft=sft.sum())
-    return terms, pair_statistics(pairs, pi[chosen], pi[rejected], rewards[chosen],
+    for column in preference, margin, weight, sft_weight:
+        if column.shape != (len(pairs),):  # it would be broadcast, and the weights would be lost
+            raise ValueError(f"{len(pairs)} pairs have a loss, margin or weight of shape "
+                             f"{tuple(column.shape)}; give one number per pair")
+    losses = dict(loss=(dpo + sft).sum(), dpo=dpo.sum(), sft=sft.sum())
+    return losses, pair_statistics(pairs, pi[chosen], pi[rejected], rewards[chosen],
                                   rewards[rejected], margin)
 
 
@@ -362,36 +488,19 @@ def pair_count(groups: list[Group]) -> int:
     return len(pairs_of(groups))
 
 
-def pair_weight(groups: list[Group]) -> float:
+def total_weight(groups: list[Group]) -> float:
     return sum(pair.weight for pair in pairs_of(groups))
-
-
-def references_of(trajectories: list[Trajectory]) -> list[float]:
-    """Returns log pi_ref(e|u) of each trajectory, (T,).
-
-    Raises:
-        ValueError: The attribute `reference` of a trajectory is not set.
-    """
-    for t in trajectories:
-        if t.reference is None:
-            raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r}, has no "
-                             "reference; call dpo.add_references on the training groups, or set "
-                             "the reference to 0 for pi_ref = 1")
-    return [t.reference for t in trajectories]
 
 
 def pair_statistics(pairs: list[Pair], *columns: Tensor) -> dict:
     """Sums statistics over the pairs of each kind, and appends an entry to each pair's history.
 
-    Args:
-        pairs: The pairs.
-        columns: Five tensors, (P,) each: log pi(e|u) of the chosen trajectory and of the rejected
-            trajectory, their two implicit rewards (beta log pi/pi_ref), and the margin from
-            `dpo_loss`.
+    The columns are five tensors, (P,) each: log pi(e|u) of the chosen trajectory and of the
+    rejected trajectory, their two implicit rewards (beta log pi/pi_ref), and the margin from
+    `dpo_loss`.
 
-    Returns:
-        A dict {kind of pair: {name: sum}}. The sum named `accuracy` is the number of pairs with a
-        positive margin. The sum named `count` is the number of pairs.
+    Returns a dict {kind of pair: {name: sum}}. The sum named `accuracy` is the number of pairs with
+    a positive margin. The sum named `count` is the number of pairs.
     """
     sums = defaultdict(Counter)
     rows = torch.stack(columns, 1).tolist()                                       # (P, 5)
@@ -403,114 +512,33 @@ def pair_statistics(pairs: list[Pair], *columns: Tensor) -> dict:
     return sums
 
 
-# ------------------------------------------------------------------------------------- batches
+def means(sums: dict[str, Counter]) -> dict:
+    """Divides the sums of each kind of pair by the number of its pairs (`count`).
 
-
-def batches(
-    groups: list[Group],
-    size: int,
-    rng: random.Random,
-    epochs: int = 1,
-) -> list[list[Group]]:
-    """Shuffles the groups in each epoch, and splits them into batches.
-
-    Args:
-        groups: The groups, one per task. All pairs of a group are in the same batch. In SFT, groups
-            have no pairs. A group without pairs counts as one pair.
-        size: The maximum number of pairs in a batch. A group with more pairs gets its own batch.
-        rng: The random number generator for shuffling.
-        epochs: The number of epochs.
-
-    Returns:
-        The batches of all epochs. The last batch of an epoch may be smaller.
+    Returns a dict {kind of pair: {name: mean}}. The entry `count` is not divided.
     """
-    filled = []
-    for _ in range(epochs):
-        shuffled = rng.sample(groups, len(groups))
-        costs = [max(1, len(group.pairs)) for group in shuffled]
-        filled += chunk_by_cost(shuffled, costs, size)
-    return filled
+    kinds = {}
+    for kind, row in sums.items():
+        kinds[kind] = {name: total / row["count"] for name, total in row.items()}
+        kinds[kind]["count"] = row["count"]
+    return kinds
 
 
-def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
-    """Returns True if a padded batch of the trajectories has at most `tokens` tokens.
+# --------------------------------------------------------------------------------------- training
 
-    All trajectories are padded to the length of the longest one.
+
+def adamw(model, weight_decay: float = 0.0) -> torch.optim.AdamW:
+    """Creates an AdamW optimiser for the model's trainable parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, weight_decay=weight_decay, fused=True)
+
+
+def clip_gradients(model, max_norm: float) -> float:
+    """Clips the gradient to a total norm of at most `max_norm`.
+
+    Returns the total norm before clipping.
     """
-    return len(trajectories) * max(len(t.ids) for t in trajectories) <= tokens
-
-
-def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
-    """Splits a batch into micro-batches for gradient accumulation.
-
-    Args:
-        groups: The groups of the batch. They are sorted by length to reduce padding. A group is
-            never split. A group that does not fit in memory gets its own micro-batch.
-        fits: A function fits(trajectories) -> bool. It returns True if one forward and backward
-            pass over these trajectories fits in memory.
-
-    Returns:
-        The micro-batches. Each of them is a list of groups.
-    """
-    packed = []
-    for group in sorted(groups, key=longest, reverse=True):
-        if not packed or not fits(trajectories_of([*packed[-1], group])):
-            packed.append([])
-        packed[-1].append(group)
-    return packed
-
-
-def longest(group: Group) -> int:
-    return max(len(t.ids) for t in group.trajectories)
-
-
-def chunk_by_cost(items: list, costs: list[float], limit: float) -> list[list]:
-    """Splits items into consecutive chunks, each with a total cost of at most `limit`.
-
-    If a single item costs more than `limit`, it gets its own chunk.
-    """
-    chunks = []
-    left = 0
-    for item, cost in zip(items, costs):
-        if not chunks or cost > left:
-            chunks.append([])
-            left = limit
-        chunks[-1].append(item)
-        left -= cost
-    return chunks
-
-
-def learning_rates(
-    steps: int,
-    peak: float,
-    warmup: float = 0.0,
-    cosine: bool = False,
-) -> list[float]:
-    """Returns the learning rate of each step.
-
-    Args:
-        steps: The number of optimiser steps.
-        peak: The highest learning rate.
-        warmup: The fraction of steps used for warmup. During warmup, the learning rate rises
-            linearly from 0. The number of warmup steps is rounded down. (transformers rounds up. If
-            training has only one step, rounding up would give this step a learning rate of 0.)
-        cosine: If True, the learning rate follows a cosine decay after warmup. If False, the
-            learning rate stays constant after warmup.
-    """
-    warmup_steps = int(warmup * steps)
-    rates = []
-    for step in range(steps):
-        rate = peak
-        if step < warmup_steps:
-            rate = peak * step / warmup_steps
-        elif cosine:
-            angle = math.pi * (step - warmup_steps) / (steps - warmup_steps)
-            rate = peak * 0.5 * (1 + math.cos(angle))
-        rates.append(rate)
-    return rates
-
-
-# ------------------------------------------------------------------------------------ training
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
 
 
 def train(
@@ -523,11 +551,10 @@ def train(
     log_probs: Callable = token_log_probs,
     max_grad_norm: float = 1.0,
     fits: Callable = fits_in_pass,
-) -> Iterator[dict]:
-    """Trains a model in place.
-
-    This function is a generator, so nothing is trained until the caller iterates over its result.
-    Each item of the loop `for line in dpo.train(...)` is one optimiser step.
+    clip: Callable = clip_gradients,
+    on_step: Callable = lambda line: None,
+) -> list[dict]:
+    """Trains a model in place, and returns a log with one line per optimiser step.
 
     Args:
         model: A causal language model in fp32 and in evaluation mode.
@@ -538,11 +565,12 @@ def train(
         denominator: A function denominator(batch) -> number. The loss of a batch is divided by this
             number. The number is computed for the whole batch. If the mean were computed for each
             micro-batch instead, pairs in small micro-batches would get larger weights.
-        log_probs: A function log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
+        log_probs, fits, clip: Functions that a distributed run replaces with its own, with the same
+            arguments as `token_log_probs`, `fits_in_pass` and `clip_gradients`.
         max_grad_norm: The maximum gradient norm (gradient clipping).
-        fits: A function that limits the size of micro-batches, see `micro_batches`.
+        on_step: A function on_step(line), which is called after each step.
 
-    Yields:
+    Returns:
         A dict for each step with the entries `step`, `loss`, the terms of the loss, `lr`, `norm`
         and `kinds`. `norm` is the norm of the gradient before clipping. `kinds` maps each kind of
         pair to a dict, which has the number of its pairs (`count`) and the means of its statistics.
@@ -558,6 +586,7 @@ def train(
         # for the embedding at padding_idx, so padding_idx must be None.
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
+    log = []
     for step, (batch, rate) in enumerate(zip(steps, rates, strict=True), 1):
         # Accumulate gradients over micro-batches.
         total = Counter()  # the loss and its terms
@@ -565,17 +594,13 @@ def train(
         divisor = denominator(batch)
         for groups in micro_batches(batch, fits):
             policy = log_probs(model, trajectories_of(groups))                    # (A,)
-            terms, statistics = loss(policy, groups)
-            (terms["loss"] / divisor).backward()
-            for name, term in terms.items():
-                total[name] += term.item() / divisor
+            losses, statistics = loss(policy, groups)
+            (losses["loss"] / divisor).backward()
+            for name, value in losses.items():
+                total[name] += value.item() / divisor
             for kind, row in statistics.items():
                 sums[kind].update(row)
-        # In data-parallel training, each rank backpropagates only through its own forward passes.
-        # The gradient of the batch is the sum over ranks. Averaging divides this sum by the number
-        # of ranks. To compensate, `engine.forward_passes` multiplies gradients by the same number.
-        average_gradients(model)
-        norm = clip_gradients(model, max_grad_norm)
+        norm = clip(model, max_grad_norm)
         if not math.isfinite(total["loss"] + norm):
             tasks = ", ".join(dict.fromkeys(t.task for t in trajectories_of(batch)))
             raise FloatingPointError(
@@ -585,7 +610,10 @@ def train(
             parameters["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        yield dict(step=step, **total, lr=rate, norm=norm, kinds=means(sums))
+        line = dict(step=step, **total, lr=rate, norm=norm, kinds=means(sums))
+        log.append(line)
+        on_step(line)
+    return log
 
 
 def check_trainable(model, steps: list[list[Group]]) -> None:
@@ -606,75 +634,3 @@ def check_trainable(model, steps: list[list[Group]]) -> None:
             if t.action_count == 0:
                 raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r}, has no "
                                  "action tokens to train on; leave it out")
-
-
-def adamw(model, weight_decay: float = 0.0) -> torch.optim.AdamW:
-    """Creates an AdamW optimiser for the model's trainable parameters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(parameters, weight_decay=weight_decay, fused=True)
-
-
-def average_gradients(model) -> None:
-    """Averages the gradients over data-parallel ranks, unless FSDP has already averaged them.
-
-    Trainable weights without a gradient get a gradient of 0, because all ranks must reduce the same
-    tensors. An example is the image encoder of a model that is trained only on text.
-    """
-    unsharded = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
-    for p in model.parameters():
-        if not p.requires_grad:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        if unsharded:
-            p.grad /= torch.distributed.get_world_size()
-            torch.distributed.all_reduce(p.grad)
-
-
-def clip_gradients(model, max_norm: float) -> float:
-    """Clips the gradient to a total norm of at most `max_norm`.
-
-    Returns the total norm before clipping.
-    """
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    if isinstance(norm, DTensor):  # the model is sharded
-        norm = norm.full_tensor()
-    return norm.item()
-
-
-def means(sums: dict[str, Counter]) -> dict:
-    """Divides the sums of each kind of pair by the number of its pairs (`count`).
-
-    Returns a dict {kind of pair: {name: mean}}. The entry `count` is not divided.
-    """
-    kinds = {}
-    for kind, row in sums.items():
-        kinds[kind] = {name: total / row["count"] for name, total in row.items()}
-        kinds[kind]["count"] = row["count"]
-    return kinds
-
-
-@torch.no_grad()
-def add_references(
-    model,
-    groups: list[Group],
-    log_probs: Callable,
-    fits: Callable = fits_in_pass,
-) -> None:
-    """Computes log pi_ref(e|u) of each trajectory, and stores the value in `t.reference`.
-
-    In bf16, the log-probabilities of a trajectory depend slightly on the other trajectories in its
-    batch. In the first training step, margins are therefore close to 0, but not exactly 0.
-
-    Args:
-        model: The reference model pi_ref.
-        groups: The groups. Each trajectory in them gets a `reference`.
-        log_probs: A function log_probs(model, trajectories) -> (A,), such as `token_log_probs`.
-        fits: A function that limits the size of micro-batches, see `micro_batches`.
-    """
-    for micro_batch in micro_batches(groups, fits):
-        trajectories = trajectories_of(micro_batch)
-        per_token = log_probs(model, trajectories)                                # (A,)
-        values = action_log_probs(per_token, trajectories).tolist()               # (T,)
-        for t, value in zip(trajectories, values):
-            t.reference = value

@@ -22,8 +22,8 @@ an assignment:
 
 rho is the probability of an action token under pi, divided by its probability under pi_old, the
 policy that played the episodes. clip limits rho to the range from 1 - low to 1 + high. k3 estimates
-the KL divergence of pi from pi_ref, and beta is the weight of this KL term (see `grpo_loss`). T, B,
-K, E and beta are settings. low and high are the constants CLIP_LOW and CLIP_HIGH.
+the KL divergence of pi from pi_ref, and beta is the weight of this KL term. The loss and the update
+are in `grpo.py`, and low and high are its constants. T, B, K, E and beta are settings.
 
     task        a request to the agent in an environment, identified by its id
     D           the task set that the agent is trained on; D_0 is the initial set
@@ -67,22 +67,31 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict as states
 
 import coevolve
 import dpo
-from coevolve import Common, by_task, evaluate_all, expert_paths, summarise, train_sft, usable
+import grpo
+from coevolve import (
+    Common,
+    Model,
+    Trajectories,
+    evaluate_all,
+    summarise,
+    too_long,
+    train_sft,
+    usable,
+)
 from common import settings as types
-from common.files import read_jsonl, seed_of
+from common.files import seed_of
 from common.settings import UsageError
-from dpo import Group, Trajectory, action_count, better
-from engine.chat import first_line
+from dpo import Group, Trajectory
 from engine.command import main
 from engine.experts import collect_experts, evaluated_tasks
-from engine.models import save
-from engine.records import read, write
+from engine.forward_passes import average_and_clip
+from engine.phases import Trained
 from engine.run import Run
+from engine.trajectories import read
 from environments.expert_files import read_experts, tasks_of
 from envs import Environment
 
@@ -92,8 +101,6 @@ from envs import Environment
 # The number of tasks in a minibatch. There is one update per minibatch. A task without advantages
 # counts towards this number, but the agent is not trained on it [AgentEvolver; ours].
 MINIBATCH = 8
-# The ratio rho of pi to pi_old is clipped to the range from 1 - 0.2 to 1 + 0.28 [AgentEvolver].
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 EXPLORER_TEMPERATURE = 1.1  # sampling temperature of the explorer [ours; AgentEvolver: 1]
 EXPLORER_EPISODES = 6       # number of explorer episodes for each picked signal [ours]
 WINDOW = 5                  # W, number of earlier groups per task that `forgetting` checks [ours]
@@ -103,13 +110,11 @@ RARE_BELOW = 2.0
 MOST_NEW_TASKS = 20         # maximum number of tasks that join D in one evolution [ours]
 
 # ------------------------------------------------------------------------------------ the loop
-# Phases work as in coevolve.py. A phase is a function phase(run, out, *files, **values). The phase
-# reads the input files `files`, writes its output to the temporary path `out`, and returns a dict
-# of numbers for phases.json. All phases use these names for their arguments:
-#     task_set    a list with one path, the file of D; an empty list before D exists
-#     signals     a list with one path, the file of signals; an empty list in unguided exploration
+# Phases work as in coevolve.py. All phases use these names for their arguments:
+#     task_set    D, one row (a dict) per task; an empty list before D exists
+#     signals     the rows of the signals; an empty list in unguided exploration
 #     i           the number of the segment or of the evolution; evolution 0 makes D_0
-Files = list[Path]
+Rows = list[dict]
 
 
 def evolve(run: Run, find: Callable | None = None) -> None:
@@ -132,42 +137,41 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     # 1. Make the initial agent. It also serves as pi_ref in all segments.
     reference = run.base
     if s.warm_start == "sft":
-        experts = once("experts.jsonl", collect_experts, *expert_paths(s))
+        experts = once("experts.jsonl", collect_experts, run.expert_file)
         reference = once("sft-target", train_sft, run.base, experts, name="target")
-    evaluate_all(run, {"target": reference}, 0)
+    evaluate_all(run, 0, target=reference)
 
     # 2. Make D_0 from the training split, or by unguided exploration (without signals).
     if s.start_from == "train":
-        task_set = [once("iter0/tasks.jsonl", first_tasks, i=0)]
+        task_set = once("iter0/tasks.jsonl", first_tasks, i=0)
     else:
-        task_set = [evolution(run, find, reference, task_set=[], signals=[], i=0)]
+        task_set = evolution(run, find, reference, task_set=[], signals=[], i=0)
 
     # 3. Train one segment of E steps at a time. D evolves after each segment except the last.
     agent = reference
-    plans = []   # the file of the latest plan, which also lists the unused tasks of the epoch
+    planned = []  # the latest plan, which also lists the unused tasks of the epoch
     played = []  # the trajectory files of the segments so far, one file per segment
     segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
         steps = min(s.evolve_every, s.grpo_steps - (i - 1) * s.evolve_every)
-        plans = [once(f"iter{i}/batches.jsonl", plan, task_set, plans, i=i, steps=steps)]
-        agent = once(f"iter{i}/target-agent", train, agent, reference, task_set, plans[0],
-                     i=i)
+        planned = once(f"iter{i}/batches.jsonl", plan, task_set, planned, i=i, steps=steps)
+        agent = once(f"iter{i}/target-agent", train, agent, reference, task_set, planned, i=i)
         played.append(agent / "episodes.jsonl")
         if i % s.evaluate_every == 0 or i == segments:
-            evaluate_all(run, {"target": agent}, i)
+            evaluate_all(run, i, target=agent)
         if s.method == "evolve" and i < segments:
-            signals = [once(f"iter{i}/signals.jsonl", find_signals, task_set, played, i=i)]
-            task_set = [evolution(run, find, agent, task_set, signals, i=i)]
+            signals = once(f"iter{i}/signals.jsonl", find_signals, task_set, played, i=i)
+            task_set = evolution(run, find, agent, task_set, signals, i=i)
 
 
 def evolution(
     run: Run,
     find: Callable,
-    agent: Path,
-    task_set: Files,
-    signals: Files,
+    agent: Model,
+    task_set: Rows,
+    signals: Rows,
     i: int,
-) -> Path:
+) -> Rows:
     """Makes the next D: finds candidates, judges them, and adds the accepted candidates to D.
 
     Args:
@@ -178,15 +182,15 @@ def evolution(
             section.
 
     Returns:
-        The file of the new D.
+        The new D.
     """
     candidates = find(run, i, agent, task_set, signals)
     proposals = run.once(f"iter{i}/proposals.jsonl", judge, candidates, task_set, i=i)
     return run.once(f"iter{i}/tasks.jsonl", join, task_set, proposals, i=i)
 
 
-def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -> Path:
-    """Runs the default explorer, and returns the file of candidates.
+def find_tasks(run: Run, i: int, agent: Model, task_set: Rows, signals: Rows) -> Rows:
+    """Runs the default explorer, and returns the candidates.
 
     The agent itself explores, and candidates are made from its episodes.
     """
@@ -195,15 +199,13 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -
 
 
 def by_one_rank(phase: Callable) -> Callable:
-    """Decorates a phase so that only the main rank runs it, and all ranks return its numbers.
+    """Decorates a phase so that only the main rank runs it, and all ranks return its result.
 
     If every rank ran the phase, the environment could give different results on different ranks.
-    All ranks need the same numbers, because the numbers may determine what the ranks do next.
     """
     @wraps(phase)
     def run_on_main_rank(run, *inputs, **named):
-        numbers = [phase(run, *inputs, **named)] if run.main else []
-        return run.machine.gather(numbers)[0]
+        return run.on_main(lambda: phase(run, *inputs, **named))
     return run_on_main_rank
 
 
@@ -212,196 +214,73 @@ def rng_of(run: Run, *names) -> random.Random:
     return random.Random(seed_of(run.settings.seed, *names))
 
 
-def rows_of(files: Files) -> list[dict]:
-    """Returns the rows of several .jsonl files as one list."""
-    rows = []
-    for file in files:
-        rows += read_jsonl(file)
-    return rows
-
-
 def mean(values: list[float]) -> float:
     """Returns the mean of the values, or 0 if the list is empty."""
     return sum(values) / max(1, len(values))
 
 
-# ---------------------------------------------------------------------------------------- GRPO
-# Shapes: K is the number of trajectories in a task group. Lowercase `a` is the number of action
-# tokens in one group, and `A` is the number of action tokens in a list of groups. Tokens are
-# concatenated in the order of the groups. The tokens of a group are in the order of its
-# trajectories.
+# ------------------------------------------------------------------------------- the GRPO steps
 
-# Log-ratios of two policies are clamped to this maximum, in nats, before exp is computed [verl]. In
-# fp32, exp overflows at 88.
-MAX_LOG_RATIO = 20.0
 # Options for saving and loading AdamW's moments. With these options, the checkpoint is unsharded,
 # even if the model is sharded over the ranks.
 UNSHARDED = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-@dataclass
-class TaskGroup(Group):
-    """The trajectories of one task in one step, with the values that the GRPO loss needs.
-
-    Each tensor contains log-probabilities log pi(t_j|.) of all action tokens t_j, in nats.
-    """
-    # The advantage of each trajectory, (K,). The list is empty if all rewards are equal. Such a
-    # group is not used for training, because all its advantages would be 0.
-    advantages: list[float] = field(default_factory=list)
-    old_log_probs: Tensor | None = None  # (a,) log pi_old; the policy pi_old played the episodes
-    ref_log_probs: Tensor | None = None  # (a,) log pi_ref; the policy pi_ref is the initial agent
-    # (a,) log pi_old, as recorded by the sampler during the episodes. This tensor is not used in
-    # the loss, only for logging (see `sampler_mismatch`).
-    sampler_log_probs: Tensor | None = None
-
-
-def advantages_of(rewards: list[float]) -> list[float]:
-    """Computes the advantages A_1..A_K of K trajectories from their rewards.
-
-    Returns an empty list if all rewards are equal.
-    """
-    if not better(max(rewards), min(rewards)):  # all rewards are equal up to rounding
-        return []
-    reward = torch.tensor(rewards, dtype=torch.float64)                           # (K,)
-    # A_k = (R_k - mean R) / (std R + 1e-6), where std divides by K - 1, as in verl
-    advantage = reward - reward.mean()
-    advantage = advantage / (reward.std() + 1e-6)
-    return advantage.tolist()
-
-
-def grpo_loss(
-    policy: Tensor,
-    groups: list[TaskGroup],
-    clip_low: float,
-    clip_high: float,
-    kl: float,
-) -> tuple[dict, dict]:
-    """Computes the GRPO loss, summed over the action tokens t_j of the groups.
-
-        rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
-        L = - sum_j [ min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j)
-                      - beta (exp(d_j) - d_j - 1) ]
-
-    A_j is the advantage of the trajectory that contains t_j.
-
-    Args:
-        policy: log pi(t_j|.) of the policy that is trained, (A,), in nats.
-        groups: The task groups. Each of them must have advantages.
-        clip_low, clip_high: The values low and high. rho_j is clipped to the range from 1 - low to
-            1 + high.
-        kl: The weight beta of the KL term.
-
-    Returns:
-        A dict with the scalar `loss`, and a dict of statistics. The entry "action" of the
-        statistics has the number of action tokens (`count`), and the number of tokens with a
-        clipped ratio (`clipped`). The entry "far" has the number of tokens at which d_j exceeds
-        MAX_LOG_RATIO. The entry "far" is absent if there are no such tokens.
-    """
-    old = torch.cat([group.old_log_probs for group in groups]).to(policy)         # (A,)
-    ref = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
-    advantage = policy.new_tensor(token_advantages(groups))                       # (A,)
-
-    # min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j)
-    ratio = (policy - old).clamp(max=MAX_LOG_RATIO).exp()                         # (A,) rho
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
-
-    # k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi. For d > MAX_LOG_RATIO, we
-    # replace exp(d) with its tangent at MAX_LOG_RATIO. The tangent does not overflow, and its
-    # gradient still moves pi towards pi_ref.
-    d = ref - policy                                                              # (A,)
-    bounded = d.clamp(max=MAX_LOG_RATIO)
-    exp_d = bounded.exp() * (1 + (d - bounded))
-    k3 = exp_d - d - 1
-
-    loss = -(surrogate - kl * k3).sum()
-    clipped = (ratio != clipped_ratio).sum().item()
-    statistics = {"action": dict(count=len(ratio), clipped=clipped)}
-    far = (d > MAX_LOG_RATIO).sum().item()
-    if far:
-        statistics["far"] = dict(count=far)
-    return dict(loss=loss), statistics
-
-
-def token_advantages(groups: list[TaskGroup]) -> list[float]:
-    """Returns the advantage of each action token, (A,).
-
-    All action tokens of a trajectory have the advantage of the trajectory.
-    """
-    advantages = []
-    for group in groups:
-        for t, advantage in zip(group.trajectories, group.advantages):
-            advantages += [advantage] * t.action_count
-    return advantages
-
-
 def train(
     run: Run,
-    out: Path,
-    agent: Path,
-    reference: Path,
-    task_set: Files,
-    planned: Path,
+    agent: Model,
+    reference: Model,
+    task_set: Rows,
+    planned: Rows,
     i: int,
-) -> dict:
+) -> tuple[Trained, dict]:
     """Trains the agent for the steps of one segment.
 
     In each step, the agent first plays episodes with its current weights, and is then trained on
     these episodes.
 
     Args:
-        run: The run.
-        out: The folder to write. This function saves the trained model, AdamW's moments
-            (moments.pt, loaded by the next segment), the training log (train.jsonl), and the
-            segment's trajectories (episodes.jsonl) to the folder.
         agent: The folder of the agent at the start of the segment.
         reference: The folder of the reference model pi_ref.
-        task_set: The file of D.
-        planned: The file with the tasks of each step, see `plan`.
-        i: The number of the segment.
+        planned: The tasks of each step, see `plan`.
 
     Returns:
-        A dict with the number of episodes, updates (`steps`) and tokens in the segment, the number
-        of tasks in D, and the mean reward and the KL divergence in the last step.
+        The trained model, AdamW's moments (moments.pt, loaded by the next segment), the training
+        log (train.jsonl) and the segment's trajectories (episodes.jsonl), which are saved in the
+        model's folder, and a dict with the number of episodes, updates (`steps`) and tokens in the
+        segment, the number of tasks in D, and the mean reward and the KL divergence in the last
+        step.
     """
     # 1. Load the policy, pi_ref and the optimiser.
     s = run.settings
-    model = run.load(agent)
+    largest = Group([Trajectory(ids=[0] * s.max_tokens)] * s.step_rollouts)
+    model = run.load(agent, [largest])
     pi_ref = run.load(reference)
     optimizer = dpo.adamw(model, s.weight_decay)
     if i > 1:
         load_moments(model, optimizer, agent / "moments.pt")
-    task_rows = rows_of(task_set)
-    make_env = partial(env_with, run, task_rows)
+    make_env = partial(env_with, run, task_set)
 
     # 2. In each step, play episodes with the current policy, and then train on these episodes.
     log = []
     episodes = []
-    rows = read_jsonl(planned)
-    with run.bar(len(rows)) as progress:
-        for row in rows:
+    with run.bar(len(planned)) as progress:
+        for row in planned:
             trajectories = play_step(run, model, row, make_env)
             line = train_step(run, model, pi_ref, optimizer, row, trajectories)
-            log.append(line | dict(D=len(task_rows)))
+            log.append(line | dict(D=len(task_set)))
             episodes += trajectories
             run.tracking.log("train", run.name, log[-1])
             progress.update()
 
-    # 3. Save the agent, the moments, the log and the trajectories.
-    save(run.machine.accelerator, model, run.encoder, out)
-    save_moments(run, model, optimizer, out / "moments.pt")
-    write(run, out / "train.jsonl", log)
-    write(run, out / "episodes.jsonl", episodes)
-    far = sum(line.get("far", 0) for line in log)
-    if far:
-        run.print(f"{run.name}: log pi_ref exceeded log pi by more than {MAX_LOG_RATIO:.0f} nats "
-                  f"at {far} tokens, where the KL term is linear; lower --grpo-lr or raise "
-                  "--grpo-kl")
-    return dict(
+    # 3. Return the agent, the moments, the log and the trajectories.
+    trained = Trained(model, {"train.jsonl": log, "episodes.jsonl": episodes},
+                      {"moments.pt": moments_of(model, optimizer)})
+    return trained, dict(
         episodes=len(episodes),
         reward=log[-1]["reward"],
         kl=log[-1]["kl"],
-        tasks=len(task_rows),
+        tasks=len(task_set),
         steps=sum(line["updates"] for line in log),
         tokens=sum(line["tokens"] for line in log))
 
@@ -417,21 +296,13 @@ def load_moments(model, optimizer, file: Path) -> None:
         states.set_optimizer_state_dict(model, optimizer, moments, options=UNSHARDED)
 
 
-def save_moments(run: Run, model, optimizer, file: Path) -> None:
-    """Saves AdamW's moments.
-
-    All ranks must call this function, because the moments may be sharded over the ranks.
-    """
-    moments = {}
+def moments_of(model, optimizer) -> dict:
+    """Returns AdamW's moments. All ranks must call this function, because they may be sharded."""
     # Before the first update, there are no moments to save. get_optimizer_state_dict would then run
     # an extra optimiser step to create moments, so it is not called.
-    if optimizer.state:
-        moments = states.get_optimizer_state_dict(model, optimizer, options=UNSHARDED)
-    if run.main:
-        try:
-            torch.save(moments, file)
-        except RuntimeError as error:  # torch raises this if the disk is full
-            raise OSError(f"{file}: {first_line(error)}; free some space on its disk") from None
+    if not optimizer.state:
+        return {}
+    return states.get_optimizer_state_dict(model, optimizer, options=UNSHARDED)
 
 
 def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory]:
@@ -462,168 +333,49 @@ def train_step(
     pi_ref,
     optimizer,
     row: dict,
-    trajectories: list[Trajectory],
+    trajectories: Trajectories,
 ) -> dict:
     """Trains the policy in place on the trajectories that it played in this step.
 
-    Args:
-        run: The run.
-        model: The policy.
-        pi_ref: The reference model.
-        optimizer: The AdamW optimiser of the policy.
-        row: The number of the step and the list of its tasks, {step, tasks}.
-        trajectories: All trajectories of the step.
-
-    Returns:
-        The line of the training log for this step, see `log_line`.
+    Trajectories that filled the context are left out [ours], so a group may have fewer than K
+    trajectories. Returns the line of the training log for this step.
     """
-    # 1. Group the trajectories by task. Trajectories that filled the context are left out [ours],
-    # so a group may have fewer than K trajectories.
     s = run.settings
-    dropped = Counter()
-    played = [make_group(episodes) for episodes in by_task(usable(trajectories, dropped)).values()]
-    batches = minibatches(played, MINIBATCH, rng_of(run, "grpo", row["step"]))
-    groups = list(itertools.chain(*batches))  # the groups with advantages
-
-    # 2. Compute log pi_ref and log pi_old. Here and in training, log-probabilities are those of the
-    # sampling distribution: the softmax at the sampling temperature, with probability 0 for
-    # suppressed tokens. The sampler never samples suppressed tokens, for example special tokens. If
-    # they had a probability above 0 in training, a negative advantage would raise it, because each
-    # decrease in the probability of a sampled token increases the probabilities of other tokens.
+    step = row["step"]
+    # Log-probabilities are those of the sampling distribution: the softmax at the sampling
+    # temperature, with probability 0 for suppressed tokens. The sampler never samples suppressed
+    # tokens, for example special tokens. If they had a probability above 0 in training, a negative
+    # advantage would raise it, because each decrease in the probability of a sampled token
+    # increases the probabilities of other tokens.
     sampler = run.encoder.sampler(s.grpo_temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
-    if groups:
-        store_log_probs(groups, "ref_log_probs", pi_ref, log_probs)
-        store_log_probs(groups, "old_log_probs", model, log_probs)
-
-    # 3. Run one update per minibatch. The loss is the mean over the minibatch's action tokens.
-    loss = partial(grpo_loss, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl=s.grpo_kl)
-    updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
-                             action_count, log_probs, s.max_grad_norm, run.fits))
-    return log_line(run, row, trajectories, groups, updates, dropped["too long"])
-
-
-def log_line(
-    run: Run,
-    row: dict,
-    trajectories: list[Trajectory],
-    groups: list[TaskGroup],
-    updates: list[dict],
-    too_long: int,
-) -> dict:
-    """Makes the line of the training log for one step.
-
-    Args:
-        run: The run.
-        row: The number of the step and the list of its tasks, {step, tasks}.
-        trajectories: All trajectories of the step.
-        groups: The task groups that the policy was trained on.
-        updates: The lines that `dpo.train` yielded, one for each minibatch.
-        too_long: The number of trajectories that filled the context.
-
-    Returns:
-        The line as a dict. The entry `far` exists only if log pi_ref exceeded log pi by more than
-        MAX_LOG_RATIO at some tokens (see `grpo_loss`).
-    """
-    scored = summarise(trajectories, run.settings.hard_threshold)
-    # Sum log pi_old - log pi_ref over all tokens that the policy was trained on. This sum, divided
-    # by the number of trajectories, estimates KL(pi_old || pi_ref) in nats per trajectory.
-    kl = 0.0
-    for group in groups:
-        kl += (group.old_log_probs - group.ref_log_probs).sum().item()
-    line = dict(
-        step=row["step"],
+    loss = partial(grpo.clipped_loss, clip_low=grpo.CLIP_LOW, clip_high=grpo.CLIP_HIGH,
+                   kl=s.grpo_kl, kl_term=grpo.k3)
+    numbers = grpo.update(model, pi_ref, optimizer, usable(trajectories), MINIBATCH,
+                          rng_of(run, "grpo", step), s.grpo_lr, loss, log_probs,
+                          max_grad_norm=s.max_grad_norm, fits=run.fits, clip=average_and_clip)
+    updates = numbers["updates"]
+    scored = summarise(trajectories, s.hard_threshold)
+    return dict(
+        step=step,
         tasks=len(row["tasks"]),
-        skipped=len(row["tasks"]) - len(groups),
+        skipped=len(row["tasks"]) - numbers["groups"],
         updates=len(updates),
         reward=scored["reward"],
-        too_long=too_long,
+        too_long=len(too_long(trajectories)),
         success=scored["success"],
         tokens=sum(len(t.ids) for t in trajectories),
         loss=mean([update["loss"] for update in updates]),
         norm=mean([update["norm"] for update in updates]),
-        sampler=sampler_mismatch(groups, run.settings),
+        sampler=numbers["sampler"],
         clipped=mean([update["kinds"]["action"]["clipped"] for update in updates]),
-        kl=kl / max(1, len(dpo.trajectories_of(groups))))  # nats per trajectory
-    far = [update["kinds"]["far"]["count"] for update in updates if "far" in update["kinds"]]
-    if far:
-        line["far"] = sum(far)
-    return line
-
-
-def make_group(episodes: list[Trajectory]) -> TaskGroup:
-    """Makes a task group from the trajectories of one task, and computes their advantages."""
-    rewards = []
-    sampled = []
-    for t in episodes:
-        rewards.append(t.reward)
-        sampled += t.log_probs
-    return TaskGroup(episodes, advantages=advantages_of(rewards),
-                     sampler_log_probs=torch.tensor(sampled))
-
-
-def minibatches(groups: list[TaskGroup], size: int, rng: random.Random) -> list[list[TaskGroup]]:
-    """Shuffles the groups, splits them into minibatches, and removes groups without advantages.
-
-    Groups are removed after the split, so a minibatch may have fewer than `size` groups. Empty
-    minibatches are left out.
-    """
-    batches = []
-    for batch in dpo.batches(groups, size, rng):
-        informative = [group for group in batch if group.advantages]
-        if informative:
-            batches.append(informative)
-    return batches
-
-
-@torch.no_grad()
-def store_log_probs(
-    groups: list[TaskGroup],
-    name: str,
-    policy,
-    log_probs: Callable,
-) -> None:
-    """Computes log pi of all action tokens under a policy, and stores the values in the groups.
-
-    Args:
-        groups: The task groups.
-        name: The field of TaskGroup to store the values in, "ref_log_probs" or "old_log_probs".
-        policy: The policy, a causal language model.
-        log_probs: The same function as in training, log_probs(model, trajectories) -> (A,).
-    """
-    values = log_probs(policy, dpo.trajectories_of(groups)).cpu()                 # (A,)
-    counts = [action_count([group]) for group in groups]
-    for group, part in zip(groups, values.split(counts)):
-        setattr(group, name, part)
-
-
-def sampler_mismatch(groups: list[TaskGroup], s: Grpo) -> dict:
-    """Measures the difference between log-probabilities from training and from the sampler.
-
-    Both are log-probabilities of the same tokens under pi_old. They differ only because of
-    rounding. The difference is larger in bf16 than in fp32.
-
-    Returns:
-        A dict with three entries: the mean (`mean`) and the root mean square (`rms`) of the
-        difference, in nats per token, and the fraction of tokens with exp(difference) outside the
-        clip range (`beyond`). The dict is empty if there are no groups.
-    """
-    if not groups:
-        return {}
-    differences = [group.old_log_probs - group.sampler_log_probs for group in groups]
-    difference = torch.cat(differences).double()                                  # (A,)
-    ratio = difference.exp()
-    beyond = ratio != ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    return dict(
-        mean=difference.mean().item(),
-        rms=difference.square().mean().sqrt().item(),
-        beyond=beyond.double().mean().item())
+        kl=numbers["kl"])  # nats per trajectory
 
 
 # ------------------------------------------------------------------------ the tasks of each step
 
 
-def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int) -> dict:
+def plan(run: Run, task_set: Rows, planned: Rows, i: int, steps: int) -> tuple[Rows, dict]:
     """Plans which tasks are played in each step of a segment.
 
     Tasks are drawn from shuffled epochs over D. An epoch may continue in the next segment. Tasks
@@ -631,20 +383,16 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
     task twice.
 
     Args:
-        run: The run.
-        out: The file to write, with one row per step. A row has the tasks of the step (`tasks`),
-            and the tasks of the epoch that are still unused after the step (`waiting`).
-        task_set: The file of D.
-        plans: A list with the file of the previous segment's plan. The list is empty for segment 1.
-        i: The number of the segment.
+        planned: The plan of the previous segment, or an empty list for segment 1.
         steps: The number of steps in the segment: E, or fewer in the last segment of a run.
 
     Returns:
-        The number of tasks in D.
+        One row per step, and the number of tasks in D. A row has the tasks of the step (`tasks`),
+        and the tasks of the epoch that are still unused after the step (`waiting`).
     """
     s = run.settings
-    tasks_of_d = [row["task"] for row in rows_of(task_set)]
-    remaining = rows_of(plans)[-1]["waiting"] if plans else []  # unused tasks, in reverse order
+    tasks_of_d = [row["task"] for row in task_set]
+    remaining = list(planned[-1]["waiting"]) if planned else []  # unused tasks, in reverse order
     rows = []
     first = (i - 1) * s.evolve_every + 1
     for step in range(first, first + steps):
@@ -657,8 +405,7 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
                 remaining = sorted(shuffled, key=tasks.count, reverse=True)
             tasks.append(remaining.pop())
         rows.append(dict(step=step, tasks=tasks, waiting=list(remaining)))
-    write(run, out, rows)
-    return dict(tasks=len(tasks_of_d))
+    return rows, dict(tasks=len(tasks_of_d))
 
 
 # ----------------------------------------------------------------------------------- the signals
@@ -778,28 +525,25 @@ SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 
 
 @by_one_rank
-def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) -> dict:
+def find_signals(run: Run, task_set: Rows, played: list[Path], i: int) -> tuple[Rows, dict]:
     """Finds all signals of a segment, and picks some of them for exploration.
 
     With --guide random, the same number of random tasks is picked instead of signals. Each picked
     task is then an additional row of the output file, with the signal "random".
 
     Args:
-        run: The run.
-        out: The file to write, with one row per signal. A row has the kind of the signal
-            (`signal`), the task, the evidence, and the flag `picked`.
-        task_set: The file of D.
-        played: The trajectory files of the segments so far, one file per segment.
-        i: The number of the segment.
+        played: The trajectory files of the segments so far, one file per segment. Only one of them
+            is in memory at a time.
 
     Returns:
-        A dict with the number of signals of each kind, the number of picks of each kind (`picks`),
-        and the number of different action patterns in the segment (`patterns`).
+        One row per signal, and a dict with the number of signals of each kind, the number of picks
+        of each kind (`picks`), and the number of different action patterns in the segment
+        (`patterns`). A row has the kind of the signal (`signal`), the task, the evidence, and the
+        flag `picked`.
     """
     # 1. Collect the trajectories of the segment and their action patterns.
     s = run.settings
-    task_rows = rows_of(task_set)
-    generator = env_with(run, task_rows).task_generator()
+    generator = env_with(run, task_set).task_generator()
     history = collect_history(map(read, played), WINDOW)
     for t in history.episodes:
         history.patterns.append(generator.patterns(t.task, replies(t)))
@@ -821,7 +565,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     # 3. Pick signals. As a control, --guide random picks the same number of random tasks of D.
     picked = pick(shuffled, s.picks)
     if s.guide == "random":
-        pool = [row["task"] for row in task_rows]
+        pool = [row["task"] for row in task_set]
         tasks = rng_of(run, "random", i).sample(pool, len(picked))
         picked = [dict(signal="random", task=task) for task in tasks]
         rows += picked
@@ -829,9 +573,8 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     for row in picked:
         row["picked"] = True
         picks[row["signal"]] += 1
-    write(run, out, rows)
     patterns = set().union(*history.patterns)
-    return numbers | dict(picks=picks, patterns=len(patterns))
+    return rows, numbers | dict(picks=picks, patterns=len(patterns))
 
 
 def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
@@ -912,21 +655,21 @@ def training_tasks(run: Run) -> list[str]:
     return remaining
 
 
-def first_tasks(run: Run, out: Path, i: int) -> dict:
+def first_tasks(run: Run, i: int) -> tuple[Rows, dict]:
     """Makes D_0 from the first training tasks, for --start-from train.
 
-    D_0 has at most --start-tasks tasks. Returns the number of tasks in D_0 (`tasks`), and the
-    difference between --start-tasks and this number (`missing`).
+    D_0 has at most --start-tasks tasks. The numbers are the number of tasks in D_0 (`tasks`), and
+    the difference between --start-tasks and this number (`missing`).
     """
     limit = run.settings.start_tasks
     tasks = training_tasks(run)[:limit]
-    write(run, out, [dict(task=task, joined=0) for task in tasks])
-    return dict(tasks=len(tasks), missing=limit - len(tasks))
+    rows = [dict(task=task, joined=0) for task in tasks]
+    return rows, dict(tasks=len(tasks), missing=limit - len(tasks))
 
 
 def begin_exploring(
     run: Run,
-    signals: Files,
+    signals: Rows,
     episodes_per_task: int,
     i: int,
 ) -> list[Explored]:
@@ -938,7 +681,7 @@ def begin_exploring(
 
     Args:
         run: The run.
-        signals: The file of the chosen signals, in a list. Unguided exploration has an empty list.
+        signals: The rows of the signals. Unguided exploration has an empty list.
         episodes_per_task: The number of episodes per start task in unguided exploration.
         i: The number of the evolution.
     """
@@ -957,7 +700,13 @@ def begin_exploring(
     return episodes
 
 
-def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i: int) -> dict:
+def explore(
+    run: Run,
+    agent: Model,
+    task_set: Rows,
+    signals: Rows,
+    i: int,
+) -> tuple[list[Explored], dict]:
     """Explores: the agent plays episodes of the picked tasks, at EXPLORER_TEMPERATURE.
 
     The prompt does not contain the reason why a task was picked. In evolution 0, no tasks are
@@ -967,38 +716,35 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
     episodes = begin_exploring(run, signals, START_EPISODES, i)
     for t in episodes:
         t.seed = seed_of(s.seed, "explore", i, t.task, t.rollout)
-    make_env = partial(env_with, run, rows_of(task_set))
+    make_env = partial(env_with, run, task_set)
     explored = run.play(agent, episodes, EXPLORER_TEMPERATURE, make_env)
-    write(run, out, explored)
     if not explored:
-        return dict(episodes=0)
-    return summarise(explored, s.hard_threshold)
+        return [], dict(episodes=0)
+    return explored, summarise(explored, s.hard_threshold)
 
 
 @by_one_rank
-def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> dict:
-    """Makes candidates from the explorer's episodes, and writes them in random order.
+def abstract(run: Run, task_set: Rows, explored: list[Explored], i: int) -> tuple[Rows, dict]:
+    """Makes candidates from the explorer's episodes, in random order.
 
-    Each row of the output file is one candidate with these entries:
+    Each row is one candidate with these entries:
         signal: The `signal` of the explored trajectory, see `Explored`.
         source: The id of the explored task.
         text: The request to the agent, as text.
         task: The definition of the new task, from which the environment creates the task.
         solution: The replies that solve the new task.
     """
-    generator = env_with(run, rows_of(task_set)).task_generator()
+    generator = env_with(run, task_set).task_generator()
     rng = rng_of(run, "propose", i)
-    episodes = [Explored(**row) for row in read_jsonl(explored)]
     rows = []
-    for t in rng.sample(episodes, len(episodes)):
+    for t in rng.sample(explored, len(explored)):
         for candidate in generator.finds(t.task, replies(t), rng):
             rows.append(dict(signal=t.signal, source=t.task, **candidate))
-    write(run, out, rows)
-    return dict(finds=len(rows))
+    return rows, dict(finds=len(rows))
 
 
-def picks_of(signals: Files) -> list[dict]:
-    return [row for row in rows_of(signals) if row["picked"]]
+def picks_of(signals: Rows) -> Rows:
+    return [row for row in signals if row["picked"]]
 
 
 def replies(t: Trajectory) -> list[str]:
@@ -1006,8 +752,8 @@ def replies(t: Trajectory) -> list[str]:
 
 
 @by_one_rank
-def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dict:
-    """Judges each candidate in order, and writes it as a proposal.
+def judge(run: Run, candidates: Rows, task_set: Rows, i: int) -> tuple[Rows, dict]:
+    """Judges each candidate in order, and returns it as a proposal.
 
     At most MOST_NEW_TASKS candidates are added, or --start-tasks candidates in evolution 0. All
     later candidates are refused. A proposal has the candidate's entries and three more:
@@ -1015,28 +761,19 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
         reason: The reason for refusing the candidate, or null if the candidate is added.
         replayed: True if the solution was replayed in the environment.
 
-    Args:
-        run: The run.
-        out: The file of proposals to write.
-        candidates: The file of candidates.
-        task_set: The file of D.
-        i: The number of the evolution.
-
-    Returns:
-        The result of `counts` for the proposals.
+    The numbers are the result of `counts` for the proposals.
     """
     # 1. Collect the keys and the words of the tasks in D, to find candidates that are duplicates.
     s = run.settings
-    task_rows = rows_of(task_set)
-    env = env_with(run, task_rows)
+    env = env_with(run, task_set)
     generator = env.task_generator()
-    keys = {generator.key(env.find(row["task"])) for row in task_rows}
-    texts = [words(row["text"]) for row in task_rows if "text" in row]
+    keys = {generator.key(env.find(row["task"])) for row in task_set}
+    texts = [words(row["text"]) for row in task_set if "text" in row]
     room = MOST_NEW_TASKS if i > 0 else s.start_tasks
 
     # 2. Judge each candidate. The solution is replayed last, and only if all other checks pass.
     proposals = []
-    for row in read_jsonl(candidates):
+    for row in candidates:
         reason = refusal(generator, row, keys, texts, s.near_text)
         if reason is None and room == 0:
             reason = "enough were added"
@@ -1049,8 +786,7 @@ def judge(run: Run, out: Path, candidates: Path, task_set: Files, i: int) -> dic
             room -= 1
         verdict = "added" if reason is None else "refused"
         proposals.append(row | dict(verdict=verdict, reason=reason, replayed=replayed))
-    write(run, out, proposals)
-    return counts(proposals)
+    return proposals, counts(proposals)
 
 
 def counts(proposals: list[dict]) -> dict:
@@ -1118,16 +854,16 @@ def words(text: str) -> set[str]:
     return set(text.lower().split())
 
 
-def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
-    """Writes the new task set D: the old task set, and each proposal with the verdict "added".
+def join(run: Run, task_set: Rows, proposals: Rows, i: int) -> tuple[Rows, dict]:
+    """Returns the new task set D: the old task set, and each proposal with the verdict "added".
 
-    Returns the number of tasks in the new task set (`tasks`), and how many of them are new
+    The numbers are the number of tasks in the new task set (`tasks`), and how many of them are new
     (`joined`). Raises UsageError if the new task set is empty.
     """
-    task_rows = rows_of(task_set)
+    task_rows = list(task_set)
     env = env_with(run, task_rows)
     joined = 0
-    for proposal in read_jsonl(proposals):
+    for proposal in proposals:
         if proposal["reason"] is None:
             definition = proposal["task"]
             joined += 1
@@ -1136,8 +872,7 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
     if not task_rows:
         raise UsageError("unguided exploration found no start task; give --start-from train and "
                       "another --out, or a --model whose episodes yield some")
-    write(run, out, task_rows)
-    return dict(tasks=len(task_rows), joined=joined)
+    return task_rows, dict(tasks=len(task_rows), joined=joined)
 
 
 # ------------------------------------------------------------------------------------ settings
@@ -1235,9 +970,8 @@ class Settings(Evolution, coevolve.Settings):
 METHODS = {
     "evolve": types.Method(evolve, (Common, Evolution),
                            "GRPO on a task set that grows from the agent's weaknesses",
-                           beside=True, group=lambda s: s.step_rollouts),
-    "grpo": types.Method(evolve, (Common, NewTasks), "GRPO on the start tasks only", beside=True,
-                         group=lambda s: s.step_rollouts),
+                           beside=True),
+    "grpo": types.Method(evolve, (Common, NewTasks), "GRPO on the start tasks only", beside=True),
 }
 
 

@@ -58,19 +58,16 @@ def write_json(file: Path, value) -> None:
     os.replace(temporary, file)
 
 
-def write_jsonl(file: Path, rows: list) -> None:
-    """Writes rows to a JSON lines file.
+def json_line(row) -> str:
+    """Returns a line of a JSON lines file.
 
     Args:
-        file: The file. Existing content is overwritten.
-        rows: Dicts or dataclass objects. Fields of a dataclass object that are None are left out.
+        row: A dict or a dataclass object. Fields of a dataclass object that are None are left out.
     """
-    with open(file, "w") as lines:
-        for row in rows:
-            if not isinstance(row, dict):
-                values = {field.name: getattr(row, field.name) for field in fields(row)}
-                row = {name: value for name, value in values.items() if value is not None}
-            lines.write(json.dumps(row) + "\n")
+    if not isinstance(row, dict):
+        values = {field.name: getattr(row, field.name) for field in fields(row)}
+        row = {name: value for name, value in values.items() if value is not None}
+    return json.dumps(row) + "\n"
 
 
 def whole_lines(file: Path) -> list[dict]:
@@ -106,6 +103,20 @@ def scalar(value):
     if getattr(value, "ndim", None) == 0:
         return value.item()
     raise TypeError(f"{value!r:.60} is no number, string, list or dictionary")
+
+
+OLDER = "an older version of this program made this run; give another folder, or use that version"
+
+
+def check_version(given: str, rows: dict[str, dict]) -> None:
+    """Raises UsageError if an older version of this program wrote the records of a phases.json.
+
+    Args:
+        given: The setting that names the run, and its value.
+        rows: The records.
+    """
+    if any("hash" in row and "content" not in row for row in rows.values()):
+        raise UsageError(f"{given}: {OLDER}")
 
 
 def remove(path: Path) -> None:
@@ -165,48 +176,23 @@ def seed_of(*names) -> int:
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
-def input_key(given, agents: dict[Path, str]):
-    """Returns a key that identifies the content of a phase's input.
-
-    The key becomes part of the phase's cache key (see `Run.once`). If the input changes, the key
-    changes, and the phase runs again.
-
-    Args:
-        given: The input: a path, or a list or dict of inputs.
-        agents: A dict {folder of a model: key of the model}. If this run trained the model, the key
-            is the cache key of the training phase. If the model is a base model from the Hugging
-            Face Hub, the key is its commit hash.
-
-    Returns:
-        For a file, a hash of its bytes. For a folder in `agents`, the key from `agents`. For any
-        other folder, a list with the name and the hash of each of its files, or the path itself if
-        the folder has no files. For a list or dict of inputs, a list of their keys.
-    """
-    if isinstance(given, dict):
-        given = list(given.values())
-    if isinstance(given, (list, tuple)):
-        return [input_key(part, agents) for part in given]
-    if not isinstance(given, Path):
-        raise TypeError(f"the input {given!r:.60} is no path; give files first, and values by name")
-    if given.is_file():
-        return file_hash(given)
-    if given in agents:
-        return agents[given]
-    hashes = []
-    for file in sorted(given.glob("*.*")):
-        if file.is_file():
-            hashes.append([file.name, file_hash(file)])
-    return hashes or str(given)
-
-
 def is_edited(file: Path, row: dict) -> bool:
     """Returns True if the output file of a phase was edited after the phase wrote it.
 
+    The file is read only if its size or its modification time has changed.
+
     Args:
         file: The output file.
-        row: The phase's record in phases.json. It contains the hash of the original file.
+        row: The phase's record in phases.json. It contains the hash of the original file (`hash`),
+            and its size and modification time (`stat`).
     """
-    return "hash" in row and file.is_file() and file_hash(file) != row["hash"]
+    return file.is_file() and stat_of(file) != row["stat"] and file_hash(file) != row["hash"]
+
+
+def stat_of(file: Path) -> list[int]:
+    """Returns the size of a file in bytes, and its modification time in nanoseconds."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def file_hash(file: Path) -> str:

@@ -144,8 +144,6 @@ class Method(NamedTuple):
     reads: tuple
     about: str        # description for --help
     beside: bool = False  # True if the reference model pi_ref is in GPU memory during training
-    # A function group(settings) that returns the maximum number of trajectories in a `dpo.Group`.
-    group: Callable = lambda s: 1
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """The setting --branch RUN@OUTPUT: start a new run from the outputs of an earlier run.
 
 The new run copies all outputs of RUN that come before OUTPUT. Then the new run computes OUTPUT and
-all later outputs with the current settings and code. `Run.open_folder` calls `take` for a new run.
+all later outputs with the current settings and code. `engine.phases` calls `take` for a new run.
 """
 
 import os
 import shutil
 from pathlib import Path
 
-from common.files import read_json, remove
+from common.files import check_version, read_json, remove
 from common.settings import FREE, UsageError, has_mark, settings_of
 from engine.code import code_differences
 from engine.console import counted
@@ -42,6 +42,7 @@ def take(run, branch: str, now: dict) -> dict:
         raise UsageError(f"--branch {branch}: give RUN@OUTPUT, where RUN is the folder of a run, "
                          "such as runs/webshop-coevolve-s0@iter1/pairs-target.jsonl")
     rows = read_json(source / "phases.json")
+    check_version(f"--branch {branch}", rows)
     if output not in rows:
         raise UsageError(f"--branch {branch}: the run has no output {output!r}; choose from: "
                          f"{', '.join(rows)}")

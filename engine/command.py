@@ -69,7 +69,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
 
         # 2. Run the method.
         method = methods[settings.method]
-        run = run_class(settings, options, method.beside, method.group(settings))
+        run = run_class(settings, options, method)
         # Exclude all imported objects from garbage collection, because each collection would spend
         # 0.2 s on visiting them.
         gc.freeze()

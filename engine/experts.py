@@ -6,13 +6,12 @@ from pathlib import Path
 from common.files import read_jsonl, run_of
 from common.settings import UsageError
 from dpo import Trajectory, better
-from engine.records import write
 from environments.expert_files import experts
 from envs import Environment
 
 
-def collect_experts(run, out: Path, file: Path | None = None) -> dict:
-    """Collects one expert trajectory per training task, and writes them to a file.
+def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
+    """Collects one expert trajectory per training task. This is the first phase of a run.
 
     The trajectories come either from the environment's scripted expert or from a file. A file may
     contain several trajectories of the same task, for example rollouts of an agent. In this case,
@@ -20,11 +19,10 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
 
     Args:
         run: The run.
-        out: The output file.
         file: The input file with expert trajectories, or None to use the scripted expert.
 
     Returns:
-        A dict with two entries: `experts` is the number of expert trajectories in the output file.
+        The expert trajectories, and a dict with two entries: `experts` is their number, and
         `dropped` counts the trajectories that were dropped, by reason.
 
     Raises:
@@ -59,8 +57,7 @@ def collect_experts(run, out: Path, file: Path | None = None) -> dict:
     best = best_of_tasks(kept)
     if len(best) < len(kept):
         dropped["not the best of its task"] = len(kept) - len(best)
-    write(run, out, best)
-    return dict(experts=len(best), dropped=dropped)
+    return best, dict(experts=len(best), dropped=dropped)
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
@@ -76,18 +73,27 @@ def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
     return contents
 
 
-def check_not_trained_on(run) -> None:
+def check_not_trained_on(
+    env: Environment,
+    splits: tuple[str, ...],
+    models: dict[str, Path],
+) -> None:
     """Checks that the evaluation tasks are not among the training tasks of the initial models.
 
-    The initial models are those given with --model and --failure-from. The training tasks of a
-    model are only known if the model is inside the folder of a run. Other models are not checked.
+    The training tasks of a model are only known if the model is inside the folder of a run. Other
+    models are not checked.
+
+    Args:
+        env: The environment.
+        splits: The evaluation splits.
+        models: The models, by command-line flag.
 
     Raises:
         UsageError: A model was trained on a task that this run evaluates.
     """
-    evaluated = evaluated_tasks(run.env, run.splits)
-    for flag, model in run.given_models().items():
-        trained = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)}
+    evaluated = evaluated_tasks(env, splits)
+    for flag, model in models.items():
+        trained = {repr(env.find(task)) for task in trained_on(model, env.name)}
         both = trained & evaluated
         if both:
             raise UsageError(f"{flag} {model}: {len(both)} of {len(evaluated)} evaluated tasks are "

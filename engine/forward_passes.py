@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dpo import Trajectory, in_fp32, token_log_probs
 
@@ -73,8 +74,8 @@ def distributed_log_probs(
     # tokens. The sum over ranks has all log-probabilities, so every rank can compute the loss of
     # the whole batch.
     # Gradient: the backward pass of a rank only covers the rank's own forward passes. The gradient
-    # of the batch is the sum of these gradients over ranks. However, FSDP and
-    # `dpo.average_gradients` compute the mean over ranks. Multiplying each rank's gradient by the
+    # of the batch is the sum of these gradients over ranks. However, FSDP and `average_gradients`
+    # compute the mean over ranks. Multiplying each rank's gradient by the
     # number of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
     gradient = ranks * (own - own.detach())  # its value is 0, so it only adds a gradient
@@ -159,3 +160,36 @@ def batch_by_length(lengths: list[int], limit: float) -> list[Pass]:
             passes.append([])
         passes[-1].append(index)
     return passes
+
+
+def average_and_clip(model, max_norm: float) -> float:
+    """Averages the gradients over ranks, and clips them like `dpo.clip_gradients`.
+
+    In data-parallel training, each rank backpropagates only through its own forward passes. The
+    gradient of the batch is the sum over ranks. Averaging divides this sum by the number of ranks.
+    To compensate, `distributed_log_probs` multiplies gradients by the same number.
+
+    Returns the total norm before clipping.
+    """
+    average_gradients(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if isinstance(norm, DTensor):  # the model is sharded
+        norm = norm.full_tensor()
+    return norm.item()
+
+
+def average_gradients(model) -> None:
+    """Averages the gradients over data-parallel ranks, unless FSDP has already averaged them.
+
+    Trainable weights without a gradient get a gradient of 0, because all ranks must reduce the same
+    tensors. An example is the image encoder of a model that is trained only on text.
+    """
+    unsharded = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if unsharded:
+            p.grad /= torch.distributed.get_world_size()
+            torch.distributed.all_reduce(p.grad)

@@ -66,23 +66,19 @@ class Machine:
         self.main = self.accelerator.is_main_process
         self.rank = self.accelerator.process_index
         self.ranks = self.accelerator.num_processes
-        self.recompute = s.gradient_checkpointing == "on"
+        self.checkpointing = s.gradient_checkpointing
+        # A function is_short(group_tokens) that returns True if the memory of the GPU is too small
+        # to train without gradient checkpointing. `plan` sets it for large models on GPUs.
+        self.is_short = lambda group_tokens: False
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:
             self.tokens_per_forward = 8192 if gpu else 1024
 
-    def plan(self, s: MachineSettings, config, parameters: int, keeps_reference: bool,
-             group: int = 1) -> None:
-        """Sets the number of CPU threads, and turns on gradient checkpointing if memory is short.
+    def plan(self, s: MachineSettings, config, parameters: int, keeps_reference: bool) -> None:
+        """Sets the number of CPU threads, and checks that the model can be trained on these GPUs.
 
-        Args:
-            s: The settings of the run.
-            config, parameters, keeps_reference: The same arguments as in `training_bytes`.
-            group: The number of trajectories in the largest group of a task. A group is never split
-                into micro-batches. Therefore each rank has to store the activations of its share of
-                the group.
-
-        Raises UsageError if the model is too large to be trained on these GPUs.
+        `config`, `parameters` and `keeps_reference` are the arguments of `training_bytes`. Raises
+        UsageError if the model is too large.
         """
         if self.device.type == "cpu" and parameters < SMALL:
             # With such a small model, several threads mostly wait for each other. The same work
@@ -96,10 +92,26 @@ class Machine:
         problem = check_memory(config, parameters, self.ranks, tokens, keeps_reference)
         if problem:
             raise UsageError(f"--model {s.model}: {problem}")
-        tokens = max(tokens, -(-group // self.ranks) * s.max_tokens)
-        needed = sum(training_bytes(config, parameters, self.ranks, tokens, False,
-                                    keeps_reference))
-        self.recompute = is_on(s.gradient_checkpointing, auto=needed > FREE * free_memory())
+        memory = FREE * free_memory()
+
+        def is_short(group_tokens: int) -> bool:
+            states, activations = training_bytes(config, parameters, self.ranks,
+                                                 max(tokens, group_tokens), False, keeps_reference)
+            return states + activations > memory
+
+        self.is_short = is_short
+
+    def recomputes(self, groups: list) -> bool:
+        """Returns True if training on these groups needs gradient checkpointing.
+
+        A `dpo.Group` is never split into micro-batches. Therefore each rank has to store the
+        activations of its share of the largest group.
+        """
+        tokens = 0
+        for group in groups:
+            of_rank = -(-len(group.trajectories) // self.ranks)
+            tokens = max(tokens, of_rank * max(len(t.ids) for t in group.trajectories))
+        return is_on(self.checkpointing, auto=self.is_short(tokens))
 
     def wait(self) -> None:
         """Waits until all ranks have called this method."""

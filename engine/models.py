@@ -565,6 +565,14 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
         write(model, encoder, folder, weights)
 
 
+def save_tensors(tensors: dict, file) -> None:
+    """Saves a dict of tensors, for example the moments of an optimiser, to a .pt file."""
+    try:
+        torch.save(tensors, file)
+    except RuntimeError as error:  # torch raises this if the disk is full
+        raise OSError(f"{file}: {first_line(error)}; free some space on its disk") from None
+
+
 def check_can_be_saved(model, encoder: Encoder) -> None:
     """Raises UsageError if transformers cannot save this model.
 

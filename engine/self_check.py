@@ -14,19 +14,14 @@ from common.settings import UsageError
 from dpo import Ids, Trajectory, token_log_probs
 from engine import models, prefix_sharing
 from engine.chat import Encoder, first_line
-from engine.kv_cache import CachedGenerator
-from engine.sampling import Sampler, TokenSampler, generate_replies
+from engine.generation import REPLY_BACKENDS, make_generator
+from engine.sampling import Sampler, TokenSampler
 
 # The largest error of a correct backend, in nats per token. In fp32, rounding causes errors of
 # 4e-5, and bugs cause errors of 0.012 or more.
 TOLERANCE = 1e-3
 SHORT_TOKENS = 24  # maximum number of tokens in the short test sequence
 REPLY_TOKENS = 6   # number of tokens in a test reply
-# The backends for generation, from fastest to slowest. "kv_cache" keeps its KV cache across turns
-# (see `engine.kv_cache`). "batched" and "single" call the `generate` method of transformers, which
-# creates a new KV cache in each turn. "batched" generates the replies of all episodes in one batch,
-# and "single" uses batch size 1.
-REPLY_BACKENDS = ("kv_cache", "batched", "single")
 # The backends for forward passes, which compute the log-probabilities of trajectories:
 # "prefix_sharing" (see `engine.prefix_sharing`), and "padded" (see `engine.forward_passes`), which
 # uses padded batches. If a model supports neither backend, its forward passes use batch size 1.
@@ -180,29 +175,6 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
         plain = token_log_probs(model, [t], sampler.process_logits)               # (A,)
         worst = max(worst, (plain - plain.new_tensor(t.log_probs)).abs().mean().item())
     return worst
-
-
-def make_generator(backend: str, model, token_sampler: TokenSampler, slots: int, max_tokens: int,
-                   max_new_tokens: int, tokens: int) -> Callable:
-    """Returns a function that generates replies with the given backend.
-
-    The function is called as generate([(trajectory, rng)]) and returns [(ids, log_probs)].
-
-    Args:
-        backend: The name of the backend, one of REPLY_BACKENDS.
-        model, token_sampler, slots, max_tokens, max_new_tokens, tokens: The same as in
-            `engine.kv_cache.CachedGenerator`. The other backends ignore `slots`, `max_tokens` and
-            `tokens`.
-    """
-    if backend == "kv_cache":
-        return CachedGenerator(model, token_sampler, slots, max_tokens, max_new_tokens, tokens)
-
-    def generate(requests):
-        conversations = [(t.ids, rng) for t, rng in requests]
-        return generate_replies(model, token_sampler, max_new_tokens, conversations,
-                                single=backend == "single")
-
-    return generate
 
 
 def pass_error(model, sequences: list[Ids], passes: str) -> float:

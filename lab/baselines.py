@@ -12,28 +12,30 @@ Section numbers such as [Section 5.1] refer to the paper.
 
 To write a method of your own, write a function that calls phases, and add it to METHODS together
 with the settings that it reads. The shortest example is `rft`. It uses some phases of `coevolve.py`
-and two new ones, `explore_more` and `join_successes`.
+and two new ones, `explore_more` and `join_successes`. The arguments of phases are those of
+`coevolve.py`, and `played` are the agent's rollouts of the iteration.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-
-import torch
-from torch import Tensor
 
 import dpo
 from coevolve import (
     Common,
+    Model,
+    Trajectories,
     by_task,
     evaluate_all,
-    expert_paths,
     explore,
+    is_usable,
     summarise,
+    too_long,
     train_sft,
     usable,
 )
@@ -41,11 +43,11 @@ from common.files import seed_of
 from common.settings import Method, Rate, Stated, Whole
 from dpo import Trajectory, action_count
 from engine.experts import collect_experts
-from engine.records import read, write
+from engine.phases import Trained
 from engine.run import Run
 from environments import first_reply
 from envs import Environment
-from evolve import TaskGroup, store_log_probs, token_advantages
+from grpo import TaskGroup, leave_one_out, ppo_loss, store_log_probs
 
 PPO_EPOCHS = 2  # number of epochs over the trajectories of an iteration [ours]
 PPO_BATCH = 16  # batch size in tasks; all rollouts of a task are in the same batch [ours]
@@ -64,53 +66,49 @@ def rft(run: Run) -> None:
     """
     once = run.once
     experts, agent = train_on_experts(run)
-    played = [once("iter1/target.jsonl", explore, agent, experts, name="target", i=1)]
+    played = once("iter1/target.jsonl", explore, agent, experts, name="target", i=1)
+    more = []
     if run.settings.method == "dart":
-        played.append(once("iter1/target-more.jsonl", explore_more, agent, *played, name="target",
-                           i=1))
-    joined = once("iter1/experts.jsonl", join_successes, experts, played)
+        more = once("iter1/target-more.jsonl", explore_more, agent, experts, played, name="target",
+                    i=1)
+    joined = once("iter1/experts.jsonl", join_successes, experts, played, more)
     agent = once("iter1/target-agent", train_sft, run.base, joined, name="target")
-    evaluate_all(run, {"target": agent}, 1)
+    evaluate_all(run, 1, target=agent)
 
 
-def train_on_experts(run: Run) -> tuple[Path, Path]:
-    """Collects the expert trajectories, trains an agent on them by SFT, and evaluates it.
-
-    Returns the path of the expert trajectory file, and the folder of the agent's model.
-    """
-    experts = run.once("experts.jsonl", collect_experts, *expert_paths(run.settings))
+def train_on_experts(run: Run) -> tuple[Trajectories, Model]:
+    """Collects the expert trajectories, trains an agent on them by SFT, and evaluates it."""
+    experts = run.once("experts.jsonl", collect_experts, run.expert_file)
     agent = run.once("sft-target", train_sft, run.base, experts, name="target")
-    evaluate_all(run, {"target": agent}, 0)
+    evaluate_all(run, 0, target=agent)
     return experts, agent
 
 
-def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: int) -> dict:
+def explore_more(
+    run: Run,
+    model: Model,
+    experts: Trajectories,
+    played: Trajectories,
+    name: str,
+    i: int,
+) -> tuple[Trajectories, dict]:
     """Samples additional rollouts for DART.
 
-    Difficult tasks, in which many of the first rollouts failed, get more additional rollouts.
-
-    Args:
-        run: The run.
-        out: The trajectory file to write.
-        agent: The folder of the agent's model.
-        played: The file of the first rollouts. If a task has n first rollouts, the indices of its
-            additional rollouts start at n.
-        name: The agent's name.
-        i: The iteration.
-
-    Returns:
-        The metrics of the new trajectories, see `coevolve.summarise`.
+    Difficult tasks, in which many of the first rollouts failed, get more additional rollouts. If a
+    task has n first rollouts, the indices of its additional rollouts start at n.
     """
     s = run.settings
     episodes = []
-    for task, rollouts in by_task(read(played)).items():
+    for expert, rollouts in by_task(experts, played):
+        task = expert.task
         first = len(rollouts)
         more = dart_rollouts([not t.is_failure for t in rollouts], s.dart_budget)
         for n in range(first, first + more):
             episodes.append(Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n)))
-    trajectories = run.play(agent, episodes, s.temperature)
-    write(run, out, trajectories)
-    return summarise(trajectories, s.hard_threshold) if trajectories else dict(episodes=0)
+    trajectories = run.play(model, episodes, s.temperature)
+    if not trajectories:
+        return [], dict(episodes=0)
+    return trajectories, summarise(trajectories, s.hard_threshold)
 
 
 def dart_rollouts(successes: list[bool], budget: int) -> int:
@@ -127,58 +125,37 @@ def dart_rollouts(successes: list[bool], budget: int) -> int:
     return round(budget * (1 - sum(successes) / len(successes)))
 
 
-def join_successes(run: Run, out: Path, experts: Path, played: list[Path]) -> dict:
-    """Writes the expert trajectories and the agent's successes into one file.
-
-    Args:
-        run: The run.
-        out: The file to write.
-        experts: The file of expert trajectories.
-        played: The agent's trajectory files.
-
-    Returns:
-        The number of expert trajectories (`experts`), the number of added successes (`successes`),
-        and the number of trajectories that were not added, by reason (`dropped`).
-    """
-    dropped = Counter()
-    of_experts = read(experts)
-    joined = join(of_experts, by_task(usable(read(*played), dropped)), dropped, run.env)
-    write(run, out, joined)
-    return dict(experts=len(of_experts), successes=len(joined) - len(of_experts), dropped=dropped)
-
-
-def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], dropped: Counter,
-         env: Environment) -> list[Trajectory]:
-    """Adds sampled successes to the expert trajectories.
+def join_successes(
+    run: Run,
+    experts: Trajectories,
+    played: Trajectories,
+    more: Trajectories,
+) -> tuple[Trajectories, dict]:
+    """Returns the expert trajectories, followed by the agent's successes.
 
     Two trajectories of a task are duplicates if they have the same actions, even if their thoughts
     differ. A success is not added if it duplicates an expert trajectory or an earlier success.
-
-    Args:
-        experts: The expert trajectories.
-        sampled: A dict that maps each task to its sampled trajectories.
-        dropped: A counter of trajectories that are not added, by reason.
-        env: The environment. Its method `action` extracts the action from a reply.
-
-    Returns:
-        The expert trajectories, followed by the added successes.
     """
-    joined = list(experts)
-    known = {task_and_actions(expert, env) for expert in experts}
-    openings = {expert.task: split_opening(expert)[0] for expert in experts}
-    for trajectories in sampled.values():
-        for t in trajectories:
-            if t.is_failure:
+    added = []
+    dropped = Counter()
+    known = {task_and_actions(expert, run.env) for expert in experts}
+    for expert, *lists in by_task(experts, played, more):
+        opening, _ = split_opening(expert)
+        for t in itertools.chain(*lists):
+            actions = task_and_actions(t, run.env)
+            if not is_usable(t):
+                dropped["too long"] += 1
+            elif t.is_failure:
                 dropped["failure"] += 1
-            elif task_and_actions(t, env) in known:
+            elif actions in known:
                 dropped["known already"] += 1
             else:
                 # With --protocol eto, the agent's prompt has an example, but the prompt of expert
                 # trajectories has none. SFT should use the same prompt for both, so we replace the
                 # opening of the success with the opening of the expert trajectory.
-                known.add(task_and_actions(t, env))
-                joined.append(replace(t, messages=openings[t.task] + split_opening(t)[1]))
-    return joined
+                known.add(actions)
+                added.append(replace(t, messages=opening + split_opening(t)[1]))
+    return [*experts, *added], dict(experts=len(experts), successes=len(added), dropped=dropped)
 
 
 def split_opening(t: Trajectory) -> tuple[list[dict], list[dict]]:
@@ -218,47 +195,43 @@ def ppo(run: Run) -> None:
     agent = after_sft
     for i in range(1, s.iterations + 1):
         played = run.once(f"iter{i}/target.jsonl", explore, agent, experts, name="target", i=i)
-        agent = run.once(f"iter{i}/target-agent", train_ppo, agent, after_sft, played,
+        agent = run.once(f"iter{i}/target-agent", train_ppo, agent, after_sft, experts, played,
                          name="target", i=i)
-        evaluate_all(run, {"target": agent}, i)
+        evaluate_all(run, i, target=agent)
 
 
-def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, name: str,
-              i: int) -> dict:
+def train_ppo(
+    run: Run,
+    model: Model,
+    after_sft: Model,
+    experts: Trajectories,
+    played: Trajectories,
+    name: str,
+    i: int,
+) -> tuple[Trained | Model, dict]:
     """Trains an agent with PPO on its own trajectories of one iteration.
 
-    Args:
-        run: The run.
-        out: The folder of the trained agent.
-        agent: The folder of the agent at the start of the iteration, which played the episodes.
-        after_sft: The folder of the agent after SFT. The KL term keeps the policy close to it.
-        played: The agent's trajectory file.
-        name: The agent's name.
-        i: The iteration.
-
-    Returns:
-        The result of `Run.fit`, and two more entries. `kl` is the KL divergence between the agent
-        before this training and the agent after SFT, in nats per trajectory. `dropped` is the
-        number of unused trajectories, by reason. If there are no groups, the agent is copied
-        unchanged, and there is no `kl`.
+    The KL term keeps the policy close to the agent after SFT. The number `kl` is the KL divergence
+    between the agent before this training and the agent after SFT, in nats per trajectory. If there
+    are no groups, the agent is left unchanged, and there is no `kl`.
     """
     # 1. Group the rollouts by task.
     s = run.settings
-    dropped = Counter()
-    groups = make_groups(by_task(usable(read(played), dropped)), dropped)
+    groups, unused = make_groups(usable(rollouts) for _, rollouts in by_task(experts, played))
+    dropped = Counter(too_long(played) + unused)
     if not groups:
         run.print(f"{run.name}: the agent is left unchanged, because no two rollouts of a task can "
-                f"be compared ({dict(dropped)})")
-        return run.copy_agent(agent, out) | dict(dropped=dropped)
+                  f"be compared ({dict(dropped)})")
+        return model, dict(steps=0, dropped=dropped)
 
     # 2. Compute log pi_SFT and log pi_old. Here and in training, log-probabilities refer to the
     # distribution that episodes were sampled from, which has a temperature and suppressed tokens.
     # Only one model is in memory at a time.
     sampler = run.encoder.sampler(s.temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
-    store_log_probs(groups, "ref_log_probs", run.load(after_sft), log_probs)
-    model = run.load(agent)
-    store_log_probs(groups, "old_log_probs", model, log_probs)
+    store_log_probs(groups, "ref_log_probs", run.load(after_sft, groups), log_probs)
+    policy = run.load(model, groups)
+    store_log_probs(groups, "old_log_probs", policy, log_probs)
     kl = sum((group.old_log_probs - group.ref_log_probs).sum().item() for group in groups)
 
     # 3. Train for several epochs over the groups.
@@ -266,69 +239,25 @@ def train_ppo(run: Run, out: Path, agent: Path, after_sft: Path, played: Path, n
     steps = dpo.batches(groups, PPO_BATCH, rng, PPO_EPOCHS)
     rates = dpo.learning_rates(len(steps), s.ppo_lr, s.dpo_warmup)
     loss = partial(ppo_loss, clip=PPO_CLIP, kl=PPO_KL)
-    numbers = run.fit(model, out, steps, rates, loss, action_count, log_probs)
-    return dict(kl=kl / len(dpo.trajectories_of(groups)), dropped=dropped, **numbers)
+    trained, numbers = run.fit(policy, steps, rates, loss, action_count, log_probs)
+    return trained, dict(kl=kl / len(dpo.trajectories_of(groups)), dropped=dropped, **numbers)
 
 
-def make_groups(rollouts: dict[str, list[Trajectory]], dropped: Counter) -> list[TaskGroup]:
+def make_groups(rollouts: Iterable[Trajectories]) -> tuple[list[TaskGroup], list[str]]:
     """Makes a task group with advantages for each task that has at least two rollouts.
 
-    Args:
-        rollouts: A dict that maps each task to its trajectories.
-        dropped: A counter of unused trajectories, by reason. If a task has only one rollout, this
-            rollout is not used, because there is no other rollout to compare it with.
+    If a task has only one rollout, it is not used, because there is no other rollout to compare it
+    with. Returns the groups, and one reason for each unused rollout.
     """
     groups = []
-    for trajectories in rollouts.values():
+    unused = []
+    for trajectories in rollouts:
         if len(trajectories) == 1:
-            dropped["the only rollout of its task"] += 1
-        else:
+            unused.append("the only rollout of its task")
+        elif trajectories:
             advantages = leave_one_out([t.reward for t in trajectories])
             groups.append(TaskGroup(trajectories, advantages=advantages))
-    return groups
-
-
-def leave_one_out(rewards: list[float]) -> list[float]:
-    """Computes leave-one-out advantages: each reward minus the mean of the other rewards.
-
-    The mean of the other rewards is an unbiased baseline (Kool et al. 2019). Ahmadian et al. (2024)
-    call this method RLOO (REINFORCE leave-one-out). It needs at least two rewards.
-    """
-    total = sum(rewards)
-    n = len(rewards)
-    return [reward - (total - reward) / (n - 1) for reward in rewards]
-
-
-def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float,
-             kl: float) -> tuple[dict, dict]:
-    """Computes the PPO loss: the clipped objective plus a KL term, summed over action tokens t_k.
-
-        L = sum_k  -min(rho_k A_k, clip(rho_k, 1 - clip, 1 + clip) A_k) + kl/2 (log pi/pi_SFT)^2
-
-    The clipped objective is from Schulman et al. (2017). rho_k = pi(t_k|.) / pi_old(t_k|.) is the
-    ratio between the policy and pi_old, the policy that played the episodes. A_k is the advantage
-    of the trajectory that contains t_k.
-
-    The KL term is the squared log-ratio. If tokens are sampled from pi, its expected gradient is
-    the gradient of the per-token KL(pi || pi_SFT).
-
-    Args:
-        policy: log pi(t_k|.) of all A action tokens, (A,), in nats.
-        groups: The task groups. They need advantages, `old_log_probs` (under pi_old) and
-            `ref_log_probs` (under pi_SFT).
-        clip: rho_k is clipped to the range from 1 - clip to 1 + clip.
-        kl: The weight of the KL term.
-
-    Returns:
-        A dict with the scalar `loss`, and an empty dict of statistics.
-    """
-    old = torch.cat([group.old_log_probs for group in groups]).to(policy)         # (A,)
-    sft = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
-    advantage = policy.new_tensor(token_advantages(groups))                       # (A,)
-    ratio = (policy - old).exp()                                                  # (A,) rho
-    clipped = ratio.clamp(1 - clip, 1 + clip)
-    surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-    return dict(loss=(kl * (policy - sft) ** 2 / 2 - surrogate).sum()), {}
+    return groups, unused
 
 
 # ------------------------------------------------------------------------------------ settings
@@ -355,5 +284,5 @@ METHODS = {
     "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"),
                    "RFT with more rollouts of tasks in which successes are rare"),
     "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup", "ppo_lr"),
-                  "PPO on the agent's own episodes", group=lambda s: s.rollouts),
+                  "PPO on the agent's own episodes"),
 }

@@ -29,12 +29,12 @@ import transformers
 import coevolve
 from common import files
 from common.settings import Free, Method, OldFile, UsageError, names_in, parse
-from dpo import Trajectory, better
+from dpo import Pair, Trajectory, better
 from engine import branch, command, models
 from engine.experts import best_of_tasks
 from engine.machine import MachineSettings
-from engine.records import read, write, write_pairs
 from engine.run import Run
+from engine.trajectories import write
 from environments import Options, first_reply
 from environments.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
 from environments.user_files import reading
@@ -48,21 +48,21 @@ MUST = "task, messages of role and content, reward from 0 to 1, and agent if the
 def learn(run: Run) -> None:
     """Trains the agent with SFT on the best trajectory of each task, and then with preference
     learning on pairs of trajectories."""
-    # 1. Choose the expert trajectories. Write each agent's other trajectories to a file. Make the
+    # 1. Choose the expert trajectories. Save each agent's other trajectories to a file. Make the
     # pairs. Each phase prints how many trajectories it uses, and how many it drops.
     once = run.once
     file = Path(run.settings.file)
     experts = once("experts.jsonl", best, file)
-    played = {}  # name of an agent -> file of its trajectories without the expert trajectories
+    played = {}  # name of an agent -> its trajectories without the expert trajectories
     for name in dict.fromkeys(t.agent for t in run.trajectories):
         output = f"iter1/{quote(name, safe=' ')}.jsonl"
         played[name] = once(output, others, file, experts, name=name)
-    pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played, trains="target")
+    pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played)
 
     # 2. Train, and copy the agent to OUT.
     after_sft = once("sft-target", coevolve.train_sft, run.base, experts, name="target")
-    agent = once("iter1/target-agent", coevolve.train_preferences, after_sft, after_sft, pairs,
-                 experts, [*played.values()], name="target", role="D_tgt", i=1)
+    agent = once("iter1/target-agent", coevolve.train_target, after_sft, after_sft, pairs,
+                 experts, name="target", i=1)
     if run.main:
         lay_out(run.folder.parent, [after_sft, agent])
 
@@ -77,14 +77,14 @@ def lay_out(out: Path, agents: list[Path]) -> None:
     lines = []
     for agent in agents:  # without pairs, the last agent has no log
         lines += runfiles.rows_in(agent / "train.jsonl")
-    files.write_jsonl(out / "train.jsonl", lines)
+    write(out / "train.jsonl", lines)
 
 
 # ---------------------------------------------------------------------------------- the phases
 
 
-def best(run: Run, out: Path, file: Path) -> dict:
-    """Writes the expert trajectory of each task: the trajectory with the highest reward, or the
+def best(run: Run, file: Path) -> tuple[list[Trajectory], dict]:
+    """Returns the expert trajectory of each task: the trajectory with the highest reward, or the
     first of several such trajectories. A failure becomes an expert trajectory only if its reward
     exceeds --expert-min-reward."""
     least = run.settings.expert_min_reward
@@ -98,21 +98,23 @@ def best(run: Run, out: Path, file: Path) -> dict:
         raise UsageError(f"{file}: no expert trajectory is left: {dict(dropped)}; lower "
                          f"--expert-min-reward {least}, or raise --max-tokens "
                          f"{run.settings.max_tokens}")
-    write(run, out, list(experts.values()))
-    return dict(experts=len(experts), dropped=+dropped)
+    return list(experts.values()), dict(experts=len(experts), dropped=+dropped)
 
 
-def others(run: Run, out: Path, file: Path, experts: Path, name: str) -> dict:
-    """Writes the trajectories of the agent `name` that are not expert trajectories. Tasks without
+def others(run: Run, file: Path, experts: list[Trajectory],
+           name: str) -> tuple[list[Trajectory], dict]:
+    """Returns the trajectories of the agent `name` that are not expert trajectories. Tasks without
     an expert trajectory are skipped."""
-    lines = {t.task: t.rollout for t in read(experts)}  # task -> line number of expert trajectory
+    lines = {t.task: t.rollout for t in experts}  # task -> line number of expert trajectory
     kept = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
-    write(run, out, kept)
-    return coevolve.summarise(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
+    if not kept:
+        return [], dict(episodes=0)
+    return kept, coevolve.summarise(kept, run.settings.hard_threshold)
 
 
-def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trains: str) -> dict:
+def make_pairs(run: Run, experts: list[Trajectory],
+               played: dict[str, list[Trajectory]]) -> tuple[list[Pair], dict]:
     """Makes the preference pairs of Eq. (8).
 
     The first agent in the file has the role of the paper's target agent, so its failures are F_tgt.
@@ -120,27 +122,22 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
     one agent, its failures are paired with each other, as in D_fail.
     """
     s = run.settings
-    dropped = Counter()
-    agents = [name for name in played if name != "expert" and read(played[name])]
-    of_target = [played[name] for name in agents[:1]]
-    of_rest = [file for file in played.values() if file not in of_target]
-    target = coevolve.by_task(read(*of_target))
-    rest = coevolve.by_task(read(*of_rest))
-    pairs = []
-    for expert in read(experts):
-        own, more = target[expert.task], rest[expert.task]
+    agents = [name for name in played if name != "expert" and played[name]]
+    of_target = [t for name in agents[:1] for t in played[name]]
+    of_rest = [t for name in played if name not in agents[:1] for t in played[name]]
+    made = []
+    for expert, own, more in coevolve.by_task(experts, of_target, of_rest):
         if len(agents) > 1:
-            pairs += coevolve.d_tgt(expert, own, more, s, dropped)
+            made.append(coevolve.d_tgt(expert, own, more, s))
             continue
-        pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)
-        failures = coevolve.d_fail(own, more, s, dropped)
+        made.append(coevolve.d_tgt(expert, own + more, [], s))
+        failures, reasons = coevolve.d_fail(own, more, s)
         if s.failure_pair_weights == "rollouts":  # the same weights as in coevolve.d_tgt
             count = math.comb(len(own + more), 2)
             for pair in failures:
                 pair.weight = 1.0 / count
-        pairs += failures
-    write_pairs(run, out, pairs)
-    return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
+        made.append((failures, reasons))
+    return coevolve.joined(run, made)
 
 
 # ------------------------------------------------------------------------------ the trajectories
@@ -278,7 +275,7 @@ def main(argv: list[str]) -> None:
     # Read the trajectories before a model is loaded, so that faults in the file appear quickly.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)
-    run = Run(replace(s, out=str(out / "run")), options, make_env=Recorded)
+    run = Run(replace(s, out=str(out / "run")), options, METHODS["learn"], Recorded)
     run.trajectories = trajectories
     run.dropped = dropped
     learn(run)

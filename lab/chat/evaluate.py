@@ -25,7 +25,6 @@ from common.settings import Free, Method, Stated, UsageError, limited
 from dpo import Trajectory
 from engine import rollouts
 from engine.experts import best_of_tasks, evaluated_tasks
-from engine.records import write
 from engine.run import Run
 from environments import is_web_address
 from environments.expert_files import experts
@@ -43,12 +42,17 @@ def evaluations(run: Run) -> None:
                  split=split)
 
 
-def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Evaluates an agent on the tasks of a split, with --rollouts episodes per task, and writes the
-    trajectories to `out`.
+def evaluate(
+    run: Run,
+    agent: Path,
+    name: str,
+    i: int,
+    split: str,
+) -> tuple[list[Trajectory], dict]:
+    """Evaluates an agent on the tasks of a split, with --rollouts episodes per task.
 
     Returns:
-        Metrics averaged over all episodes. With --method chat, the API usage is included. With
+        The trajectories, and metrics averaged over all episodes. With --method chat, the API usage is included. With
         several rollouts, `best` and `best_success` are the reward and the success rate of each
         task's best rollout, averaged over tasks.
     """
@@ -63,12 +67,11 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
         episodes, usage = play_at_endpoint(run, episodes)
     else:
         episodes = run.play(agent, episodes, s.temperature)
-    write(run, out, episodes)
     numbers = summarise(episodes, s.hard_threshold) | usage
     if s.rollouts > 1:
         best = summarise(best_of_tasks(episodes), s.hard_threshold)
         numbers |= dict(best=best["reward"], best_success=best["success"])
-    return numbers
+    return episodes, numbers
 
 
 # --------------------------------------------------------------------------------- an endpoint

@@ -20,12 +20,10 @@ from typing import Optional
 
 import evolve
 from coevolve import summarise
-from common.files import read_jsonl
 from common.settings import Stated, limited
-from engine.records import write
 from engine.run import Run
 from environments import is_web_address
-from evolve import by_one_rank, env_with, rows_of
+from evolve import Rows, by_one_rank, env_with
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
 from lab.chat.evaluate import Paid
 
@@ -71,14 +69,14 @@ OBJECT = re.compile(r'\{\s*"')  # start of a JSON object
 PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
-def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: list[Path]) -> Path:
+def find_tasks(run: Run, i: int, agent: Path, task_set: Rows, signals: Rows) -> Rows:
     """Explores and proposes new tasks, with the agent or with an endpoint as the explorer. Returns
-    the file of proposed tasks, which have not been verified yet, as `evolve.find_tasks` does."""
+    the proposed tasks, which have not been verified yet, as `evolve.find_tasks` does."""
     if run.settings.explorer == "policy":
         return evolve.find_tasks(run, i, agent, task_set, signals)
     contexts = []
     if signals and run.settings.guide == "signals":
-        contexts = [run.once(f"iter{i}/contexts.jsonl", reflect, *signals, i=i)]
+        contexts = run.once(f"iter{i}/contexts.jsonl", reflect, signals, i=i)
     explored = run.once(f"iter{i}/explored.jsonl", explore_there, task_set, signals, contexts, i=i)
     return run.once(f"iter{i}/finds.jsonl", write_tasks, task_set, explored, i=i)
 
@@ -87,13 +85,13 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: lis
 
 
 @by_one_rank
-def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
+def reflect(run: Run, signals: Rows, i: int) -> tuple[Rows, dict]:
     """Asks the endpoint to interpret each chosen signal, and writes the interpretations.
 
     A request contains the signal and the conversations in which it was found. If a reply cannot be
     parsed, our own description of the signal is written instead (see `weakness`).
     """
-    picks = evolve.picks_of([signals])
+    picks = evolve.picks_of(signals)
     prompts = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
     replies, usage = ask_all(run, prompts)
     rows = []
@@ -102,13 +100,12 @@ def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
         contexts = [value for value in objects(reply or "") if value]
         unreadable += not contexts
         rows.append(dict(task=pick["task"], context=contexts[0] if contexts else weakness(pick)))
-    write(run, out, rows)
-    return usage | dict(unreadable=unreadable)
+    return rows, usage | dict(unreadable=unreadable)
 
 
 @by_one_rank
-def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path],
-                  contexts: list[Path], i: int) -> dict:
+def explore_there(run: Run, task_set: Rows, signals: Rows, contexts: Rows,
+                  i: int) -> tuple[list[evolve.Explored], dict]:
     """Plays the episodes of `evolve.begin_exploring` with the replies of the endpoint, and writes
     them. Episodes in which the endpoint refuses a request are dropped.
 
@@ -116,7 +113,7 @@ def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path]
     without an interpretation is explored without a hint.
     """
     paid = endpoint_of(run)
-    hints = {row["task"]: json.dumps(row["context"]) for row in rows_of(contexts)}
+    hints = {row["task"]: json.dumps(row["context"]) for row in contexts}
     form = ""
     if not run.env.prompt:
         actions = run.env.task_generator().actions
@@ -129,15 +126,15 @@ def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path]
         return reply_to(paid, (t.agent, t.iteration, t.task, t.rollout), prompt, rest)
 
     begun = evolve.begin_exploring(run, signals, 1, i)
-    paid.play(begun, partial(env_with, run, rows_of(task_set)), next_reply)
+    paid.play(begun, partial(env_with, run, task_set), next_reply)
     kept = [t for t in begun if t.ended != "context_limit"]
-    write(run, out, kept)
     numbers = summarise(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
-    return numbers | paid.spent() | dict(refused=len(begun) - len(kept))
+    return kept, numbers | paid.spent() | dict(refused=len(begun) - len(kept))
 
 
 @by_one_rank
-def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: int) -> dict:
+def write_tasks(run: Run, task_set: Rows, explored: list[evolve.Explored],
+                i: int) -> tuple[Rows, dict]:
     """Requests proposals for new tasks from the endpoint, and writes the proposals. Each request
     quotes one explored episode.
 
@@ -145,25 +142,22 @@ def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: in
     task, solution}. The task of a malformed proposal is None. A malformed proposal is counted, but
     never repaired.
     """
-    d = rows_of(task_set)
-    episodes = [evolve.Explored(**row) for row in read_jsonl(explored)]
-    generator = env_with(run, d).task_generator()
-    known = "\n".join(row["text"] for row in d if "text" in row)[-LONGEST:] or "(none yet)"
+    generator = env_with(run, task_set).task_generator()
+    known = "\n".join(row["text"] for row in task_set if "text" in row)[-LONGEST:] or "(none yet)"
     prompt = partial(ABSTRACT.format, form=generator.form, known=known)
-    prompts = [prompt(conversation=told(t.messages, LONGEST)) for t in episodes]
+    prompts = [prompt(conversation=told(t.messages, LONGEST)) for t in explored]
     replies, usage = ask_all(run, prompts)
     rows = []
     unreadable = 0
-    for n in evolve.rng_of(run, "propose", i).sample(range(len(episodes)), len(episodes)):
-        t = episodes[n]
+    for n in evolve.rng_of(run, "propose", i).sample(range(len(explored)), len(explored)):
+        t = explored[n]
         for value in objects(replies[n]) if replies[n] else []:
             if value is None:
                 unreadable += 1
             else:
                 proposal = written(generator, t.task, value)
                 rows.append(dict(signal=t.signal, source=t.task, **proposal))
-    write(run, out, rows)
-    return usage | dict(finds=len(rows), unreadable=unreadable)
+    return rows, usage | dict(finds=len(rows), unreadable=unreadable)
 
 
 def endpoint_of(run: Run) -> Paid:

@@ -20,7 +20,7 @@ import coevolve
 import dpo
 from common.files import run_of
 from common.settings import UsageError, parse
-from engine import chat, models, self_check
+from engine import chat, generation, models
 from engine.console import counted, visible
 from engine.machine import Machine
 from engine.sampling import TokenSampler
@@ -60,7 +60,7 @@ class Agent:
         self.encoder = encoder
         self.stops = stops
         draw = TokenSampler(encoder.sampler(0.0), encoder, stops)
-        self.answer = self_check.make_generator(config["backends"]["replies"], model, draw, 1,
+        self.answer = generation.make_generator(config["backends"]["replies"], model, draw, 1,
                                                 s.max_tokens, s.max_new_tokens, s.max_tokens)
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from lab.runfiles import SOLVED, config_of, phases_of, phases_with, rows_in
 # to the left.
 Table = tuple[str, list[str], list[tuple]]
 # Keys of a phase's record that are bookkeeping, not results.
-RECORDS = {"function", "cache_key", "output", "i", "hash", "edited"}
+RECORDS = {"function", "cache_key", "output", "i", "hash", "stat", "content", "edited"}
 
 
 def bootstrap_interval(values) -> tuple[float, float]:
