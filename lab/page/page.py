@@ -125,7 +125,7 @@ def conversations(run: Path, megabytes: float) -> dict:
         tasks.append(dict(id=task, split=split_of(task, s["env"]), say=texts[task], runs=shown,
                           pairs=pairs[task]))
     return dict(tasks=tasks, success=SOLVED, agents=agents_of(phases), hard=s["hard_threshold"],
-                cut_turns=s["cut_turns"])
+                cut_turns=s.get("cut_turns", -1))
 
 
 def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
