@@ -45,6 +45,7 @@ of ETO [ETO], or our own choice [ours].
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 from collections import Counter, defaultdict
@@ -211,7 +212,8 @@ def expert_pairs(
 
 # A comparison of two trajectories returns a pair, or a string, the reason why there is no pair. Two
 # trajectories with the same tokens are no pair, because every policy gives both of them the same
-# log-probability.
+# log-probability. Their rewards differ only if the tokens do not show what the environment read.
+SAME_TOKENS = "equal tokens with different rewards"
 
 
 def better_failure(a: Trajectory, b: Trajectory) -> Pair | str:
@@ -221,7 +223,7 @@ def better_failure(a: Trajectory, b: Trajectory) -> Pair | str:
     if equal(a.reward, b.reward):
         return "equal failures"
     if a.ids == b.ids:
-        return "the same text"
+        return SAME_TOKENS
     if better(a.reward, b.reward):
         return Pair("failure>failure", a, b)
     return Pair("failure>failure", b, a)
@@ -237,7 +239,7 @@ def against_expert(expert: Trajectory, t: Trajectory, s: Settings) -> Pair | str
     if equal(expert.reward, t.reward):
         return "as good as the expert"
     if expert.ids == t.ids:
-        return "the same text"
+        return SAME_TOKENS
     if better(expert.reward, t.reward):
         return Pair(f"expert>{t.agent}", expert, t)
     if s.expert_beaten == "swap":
@@ -311,7 +313,7 @@ def failure_pairs(
     for _, of_target, of_failure, *earlier in by_task(experts, e_tgt, e_fail, *buffer):
         of_failure += usable(itertools.chain(*earlier))
         made.append(d_fail(of_target, of_failure, run.settings))
-    return joined(run, made)
+    return joined(run, experts, made)
 
 
 def target_pairs(
@@ -321,14 +323,14 @@ def target_pairs(
     e_fail: Trajectories,
 ) -> tuple[Pairs, dict]:
     """Makes the target's pairs of all tasks."""
-    return joined(run, [d_tgt(*trajectories, run.settings)
-                        for trajectories in by_task(experts, e_tgt, e_fail)])
+    made = [d_tgt(*lists, run.settings) for lists in by_task(experts, e_tgt, e_fail)]
+    return joined(run, experts, made)
 
 
 def eto_pairs(run: Run, experts: Trajectories, rollouts: Trajectories) -> tuple[Pairs, dict]:
     """Makes ETO's pairs of all tasks. Each pair has the expert trajectory of its task."""
-    return joined(run, [expert_pairs(*trajectories, run.settings)
-                        for trajectories in by_task(experts, rollouts)])
+    made = [expert_pairs(*lists, run.settings) for lists in by_task(experts, rollouts)]
+    return joined(run, experts, made)
 
 
 def by_task(experts: Trajectories, *rollouts: Trajectories) -> Iterator[tuple]:
@@ -345,12 +347,19 @@ def by_task(experts: Trajectories, *rollouts: Trajectories) -> Iterator[tuple]:
         yield expert, *lists[expert.task]
 
 
-def joined(run: Run, made: list[tuple[Pairs, list[str]]]) -> tuple[Pairs, dict]:
+def joined(
+    run: Run,
+    experts: Trajectories,
+    made: list[tuple[Pairs, list[str]]],
+) -> tuple[Pairs, dict]:
     """Joins the pairs of all tasks, and counts the pairs by kind and the reasons without a pair."""
     pairs = []
     dropped = Counter()
-    for of_task, reasons in made:
+    for expert, (of_task, reasons) in zip(experts, made, strict=True):
         pairs += of_task
+        if SAME_TOKENS in reasons and SAME_TOKENS not in dropped:
+            run.print(f"{run.name}: {SAME_TOKENS}, first in task {expert.task}; check that the "
+                      "tokenizer writes the actions as the environment reads them")
         dropped.update(reasons)
     if dropped and not pairs:
         run.print(f"{run.name}: no pairs, since {dict(dropped)}; give more --rollouts, another "
@@ -489,6 +498,11 @@ def train_dpo(
     batches = batches[:steps or None]
     rates = dpo.learning_rates(len(batches), lr, s.dpo_warmup)
     trained, numbers = run.fit(policy, batches, rates, loss, denominator)
+    # If pi_ref is the policy itself, all margins are 0 at first, and Eq. (7) gives ln 2 per pair.
+    ln2 = lambda_dpo * math.log(2) * dpo.total_weight(batches[0]) / denominator(batches[0])
+    first = numbers.get("first_dpo", ln2)
+    if pi_ref == model and s.reference != "none" and not run.is_close(first, ln2):
+        run.print(f"{run.name}: the first DPO loss is {first:.3f}, and Eq. (7) gives {ln2:.3f}")
     return trained, numbers | counts
 
 
@@ -594,6 +608,9 @@ def positive(run: Run) -> None:
 
 
 # ------------------------------------------------------------------------------------ settings
+# The model and the environment change many of these defaults. The values of a run are in its
+# config.json, and --help prints those that a command would use.
+#
 # The comment above a setting is its --help text. The bracket at the end of the comment names the
 # source of the default: a section of the paper, the scripts of ETO (Song et al.), or our own choice
 # [ours]. If the default is None, the bracket describes what is used instead.
@@ -616,11 +633,11 @@ class Data:
     model: str = "tiny"
     # Random seed of the run [ours]
     seed: types.Whole = 0
-    # Output folder [runs/ENV-METHOD-sSEED]
+    # Output folder [runs/ENV-METHOD-sSEED; runs/ENV-METHOD-quick-sSEED with --quick]
     out: types.Free[Optional[str]] = None
     # Start from another run. In RUN@OUTPUT, RUN is the folder of that run, and OUTPUT is one of its
-    # outputs. The outputs before OUTPUT are reused. OUTPUT and all later outputs are computed with
-    # the settings of this run [none]
+    # outputs. The outputs before OUTPUT are reused, and OUTPUT and all later outputs are computed.
+    # The settings of RUN are the defaults of this run [none]
     branch: types.Free[Optional[str]] = None
     # Run all phases on only a few tasks, in about a minute with the model tiny [ours]
     quick: bool = False
@@ -697,15 +714,15 @@ class Preferences:
     dpo_batch: types.Count = 32
     # Learning rate of preference training in iteration 1 [App. B; ETO]
     dpo_lr: types.Rate = 1e-6
-    # Learning rate of preference training in later iterations [App. B; ETO]
-    dpo_lr_later: types.Rate = 5e-7
+    # Learning rate in later iterations; if only --dpo-lr is given, it is the same [App. B; ETO]
+    dpo_lr_later: types.following(types.Rate, "dpo_lr") = 5e-7
     # Fraction of the optimiser steps in an iteration used for linear warmup; after warmup, the
     # learning rate stays constant [ETO]
     dpo_warmup: types.Share = 0.1
     # Factor beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
     beta: types.Rate = 0.1
-    # Factor beta of DPO, Eq. (7), in later iterations [App. B; ETO]
-    beta_later: types.Rate = 0.5
+    # Factor beta in later iterations; if only --beta is given, it is the same [App. B; ETO]
+    beta_later: types.following(types.Rate, "beta") = 0.5
     # Weight of the DPO term in Eq. (9) [Section 4.3]
     lambda_dpo: types.Weight = 1.0
     # Weight of the SFT term in Eq. (9); ETO has no SFT term [Section 4.3; ETO: Section 5.1]

@@ -374,8 +374,10 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
 
 
 # ----------------------------------------------------------------------------------------- losses
-# A loss function is called as loss(policy, groups). The tensor `policy`, (A,), contains log pi of
-# all action tokens in the groups. A loss function returns two dicts:
+# A loss function is called as loss(policy, groups) for each micro-batch, so it must not use
+# statistics of the batch: the size of a micro-batch depends on memory and on the number of ranks.
+# The tensor `policy`, (A,), contains log pi of all action tokens in the groups. A loss function
+# returns two dicts:
 # - Losses: scalar tensors, each summed over the groups. The entry `loss` is minimised. All other
 #   entries are only logged, for example the terms of the loss.
 # - Statistics: a dict {kind of pair: {name: sum}}, for logging. The sum named `count` is the number

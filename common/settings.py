@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +58,12 @@ class Limits:
     message: str  # error message, printed after the invalid value
 
 
+@dataclass(frozen=True)
+class Follows:
+    """Marks a setting that has the value of another setting, if only the other one is given."""
+    name: str
+
+
 # Annotated[type, FREE] is the type of a setting that affects the results of a run only by rounding
 # errors, such as --tokens-per-forward.
 FREE = "free"
@@ -75,6 +81,11 @@ def limited(kind, message: str, holds: Callable):
         holds: A function holds(value) that returns True if the value is in the range.
     """
     return Annotated[kind, Limits(lambda value, settings: value is None or holds(value), message)]
+
+
+def following(kind, name: str):
+    """Returns the type of a setting that follows the setting `name`, see `Follows`."""
+    return Annotated[kind, Follows(name)]
 
 
 Kind = TypeVar("Kind")
@@ -151,18 +162,31 @@ class Setting:
     """The declaration of a setting, read from a field of a settings class."""
     name: str
     kind: object    # the type without the metadata of Annotated, for example float for Rate
-    marks: tuple    # the metadata in Annotated: Limits objects and the markers FREE and GROWING
+    marks: tuple    # the metadata in Annotated: Limits, Follows, and the markers FREE and GROWING
     default: object
     heading: str    # the --help heading under which the setting is listed
     comment: str    # the --help text
+
+    @property
+    def follows(self) -> str | None:
+        """The name of the setting that this setting follows, or None."""
+        return next((mark.name for mark in self.marks if isinstance(mark, Follows)), None)
 
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
     """Returns a dict with the declarations of all settings of a class, by setting name.
 
-    The dict includes inherited settings.
+    The dict includes inherited settings. Raises UsageError if a value has no type, because a
+    dataclass would ignore it.
     """
+    for base in filter(is_dataclass, kind.__mro__):
+        for name, value in vars(base).items():
+            is_value = isinstance(value, bool | int | float | str | None)
+            typed = vars(base).get("__annotations__", {})
+            if is_value and name[0] != "_" and name not in typed:
+                raise UsageError(f"{base.__name__}.{name} = {value!r} has no type, so it would not "
+                                 f"be a setting; write {name}: {type(value).__name__} = {value!r}")
     plain_types = get_type_hints(kind)
     annotated_types = get_type_hints(kind, include_extras=True)
     descriptions = {}  # the tuple (heading, comment) of each setting, by setting name
@@ -274,6 +298,7 @@ def parse(
     methods: dict[str, Method],
     environment: Callable,
     program: str = "python coevolve.py",
+    inherit: Callable = lambda branch: {},
 ):
     """Parses and checks the settings of a run, or prints the help text and exits with --help.
 
@@ -284,6 +309,8 @@ def parse(
         environment: A function that takes the name of an environment and returns the settings class
             of this environment.
         program: The command that starts the program, for the usage line of --help.
+        inherit: A function that takes the value of --branch, and returns the settings of the run
+            that it names. They are the defaults of the new run.
 
     Returns:
         A tuple of two objects: the settings of the program (of class `kind`), and the settings of
@@ -294,10 +321,12 @@ def parse(
     """
     # 1. Parse --env first, because the environment determines which other flags are valid.
     argv = command_words(argv)
-    env_parser = Parser(add_help=False, allow_abbrev=False)
-    env_parser.add_argument("--env", default=kind.env)
-    env_arguments, _ = env_parser.parse_known_args(argv)
-    options = environment(env_arguments.env)
+    first_parser = Parser(add_help=False, allow_abbrev=False)
+    first_parser.add_argument("--env")
+    first_parser.add_argument("--branch")
+    first, _ = first_parser.parse_known_args(argv)
+    inherited = inherit(first.branch) if first.branch else {}
+    options = environment(first.env or inherited.get("env", kind.env))
     declared = settings_of(kind) | settings_of(options)
 
     # 2. Parse all settings, and fill in presets and defaults.
@@ -308,14 +337,17 @@ def parse(
         if declared[name].kind is bool:
             given[name] = given[name] == "true"
 
-    values, origins = values_of(given, kind, options)
+    values, origins = values_of(given, inherited, kind, options)
     settings = kind(**{name: values[name] for name in settings_of(kind)})
     env_settings = options(**{name: values[name] for name in settings_of(options)})
 
     # 3. Print --help, or check the values.
     reads = names_in((*methods[settings.method].reads, options))
     if help_on:
-        shown = reads & {*kind.essential, *settings_of(options)} if help_on == "some" else reads
+        shown = reads
+        if help_on == "some":
+            shown = reads & {*kind.essential, *settings_of(options)}
+            shown |= {name for name in reads if declared[name].follows in shown}
         for name, setting in declared.items():
             arguments[name].help = argparse.SUPPRESS
             if name in shown:
@@ -330,31 +362,48 @@ def parse(
     return settings, env_settings
 
 
-def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
-    """Determines the values of all settings from the command line, the presets and the defaults.
+def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[dict, dict]:
+    """Determines the values of all settings.
 
-    Values from the command line have the highest priority, and defaults have the lowest priority.
-    If several presets set the same setting, the last preset has priority.
+    The sources, from the lowest to the highest priority, are the defaults, the presets, the
+    inherited values, and the command line. If several presets set the same setting, the last preset
+    has priority. If the method is another one than the inherited one, its preset has priority over
+    inherited values. If a source sets a setting, but not the one that follows it, this one gets the
+    same value.
 
     Args:
         given: The values from the command line, by setting name.
+        inherited: The values of the run that --branch names. Free settings are not inherited.
         kind: The settings class of the program.
         options: The settings class of the environment.
 
     Returns:
         A tuple of two dicts: the value of each setting, and the origin of each value that is not
-        the default. The origin is "given" if the value is from the command line. If the value is
-        from a preset, the origin is the name of the preset, such as "preset tiny".
+        the default: "given", "--branch", or the name of a preset, such as "preset tiny".
     """
     declared = settings_of(kind) | settings_of(options)
     values = {name: setting.default for name, setting in declared.items()}
-    env = given.get("env", kind.env)
+    inherited = {name: value for name, value in inherited.items()
+                 if name in declared and FREE not in declared[name].marks}
+    of_run = values | inherited | given
+    sources = []
+    for preset in kind.preset_names(of_run):
+        sources.append((f"preset {preset or of_run['env']}",
+                        kind.presets.get(preset, {}) | options.presets.get(preset, {})))
+    sources.append(("--branch", inherited))
+    if inherited and inherited.get("method") != of_run["method"]:
+        preset = f"--method {of_run['method']}"
+        sources.append((f"preset {preset}", kind.presets.get(preset, {})))
+    sources.append(("given", given))
+
     origins = {}
-    for preset in kind.preset_names(values | given):
-        replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
-        values |= replaced  # `replaced` may have settings that only the other program declares
-        origins |= dict.fromkeys(replaced, f"preset {preset or env}")
-    return values | given, origins | dict.fromkeys(given, "given")
+    for origin, source in sources:
+        followers = {name: source[setting.follows] for name, setting in declared.items()
+                     if setting.follows in source and name not in source}
+        # A preset may have settings that only the other program declares.
+        values |= followers | source
+        origins |= dict.fromkeys(followers | source, origin)
+    return values, origins
 
 
 def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program: str):

@@ -89,6 +89,15 @@ def take(run, branch: str, now: dict) -> dict:
     return dict(branch=branch, taken=taken)
 
 
+def settings_of_run(branch: str) -> dict:
+    """Returns the settings of the run in --branch RUN@OUTPUT, the defaults of the new run.
+
+    If the run does not exist, the dict is empty. A new run is then refused (see `take`).
+    """
+    config = Path(branch.rpartition("@")[0]) / "config.json"
+    return read_json(config).get("settings", {}) if config.exists() else {}
+
+
 def differing_settings(before: dict, now: dict) -> dict[str, str]:
     """Compares the settings of two runs, and returns a dict of those that differ.
 

@@ -19,7 +19,7 @@ import transformers
 from safetensors import SafetensorError
 
 from common.settings import UsageError, parse
-from engine import console
+from engine import branch, console
 from environments import environment
 from envs import EnvError
 
@@ -64,7 +64,8 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         # While --help is printed, SIGPIPE ends the process silently, so `--help | head` shows no
         # error. Later, SIGPIPE is ignored, so that a connection closed by a server raises an error.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        settings, options = parse(argv, settings_class, methods, environment, program)
+        settings, options = parse(argv, settings_class, methods, environment, program,
+                                  branch.settings_of_run)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
         # 2. Run the method.

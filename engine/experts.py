@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.files import read_jsonl, run_of
 from common.settings import UsageError
-from dpo import Trajectory, better
+from dpo import Trajectory, better, equal
 from environments.expert_files import experts
 from envs import Environment
 
@@ -47,6 +47,11 @@ def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
             dropped["reward"] += 1
         elif len(ids) > s.max_tokens:
             dropped["too long"] += 1
+        elif misread := misread_reply(env, run.encoder, t, messages[opening:]):
+            if "misread once decoded" not in dropped:
+                run.print(f"{run.name}: the tokenizer turns the expert's reply {misread[0]!r} into "
+                          f"{misread[1]!r}, which changes the reward of {task}; use another model")
+            dropped["misread once decoded"] += 1
         else:
             kept.append(t)
     env.close()
@@ -58,6 +63,33 @@ def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
     if len(best) < len(kept):
         dropped["not the best of its task"] = len(kept) - len(best)
     return best, dict(experts=len(best), dropped=dropped)
+
+
+def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]) -> tuple | None:
+    """Returns the first reply that the environment misreads after encoding and decoding.
+
+    Agents imitate the tokens of an expert, and the environment gets their decoded text. If this
+    text has other actions, the episode is played with it. The reply is misread if the episode then
+    ends with another reward.
+
+    Args:
+        messages: The messages from the expert's first reply on.
+
+    Returns:
+        The text of the reply and its decoded text, or None if no reply is misread.
+    """
+    texts = [message["content"] for message in messages if message["role"] == "assistant"]
+    decoded = [encoder.close(encoder.reply(text), env.stops)[2] for text in texts]
+    changed = [pair for pair in zip(texts, decoded) if env.action(pair[0]) != env.action(pair[1])]
+    if changed:
+        env.reset(t.task)
+        for reply in decoded:
+            step = env.step(reply)
+            if step.done:
+                break
+        if not equal(step.reward, t.reward):
+            return changed[0]
+    return None
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:

@@ -207,6 +207,9 @@ class Phases:
         if "backends" not in config:
             raise UsageError(f"--out {self.folder}: {OLDER}")
         check_same(config["settings"], stated, type(self.settings))
+        if self.settings.branch and "branch" not in config:
+            raise UsageError(f"--out {self.folder}: its run was started without --branch; give "
+                             "another folder")
         return config
 
     def read_records(self) -> dict[str, dict]:
@@ -423,7 +426,8 @@ class Phases:
 
 
 def folder_of(s) -> Path:
-    return Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
+    quick = "-quick" if s.quick else ""
+    return Path(s.out or f"runs/{s.env}-{s.method}{quick}-s{s.seed}")
 
 
 def check_folder(folder: Path) -> None:

@@ -145,7 +145,7 @@ def trajectory_of(row: dict, vocabulary: float) -> Trajectory:
         raise ValueError(f"it has {len(t.log_probs)} log_probs, and {sum(t.action_mask)} action "
                          "tokens")
     if t.ids and not 0 <= min(t.ids) <= max(t.ids) < vocabulary:
-        raise ValueError(f"its ids, from {min(t.ids)} to {max(t.ids)}, are not all in the vocabulary")
+        raise ValueError(f"not all of its ids ({min(t.ids)} to {max(t.ids)}) are in the vocabulary")
     return t
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 from common.settings import Stated, UsageError
 from envs import Environment, Stuck
@@ -27,7 +28,8 @@ class Options(Stated):
 
     A subclass adds settings and defines the method make(view), which returns the `Environment`.
     """
-    protocol = "ours"  # "eto" runs episodes in the same way as ETO's code, see eto_protocol.py
+    # "eto" runs episodes in the same way as ETO's code, see eto_protocol.py.
+    protocol: ClassVar[str] = "ours"
 
     @staticmethod
     def scenario(task: str) -> str | None:
