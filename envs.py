@@ -41,61 +41,35 @@ class Step:
     idle: bool = field(default=False, compare=False)
 
 
-class Environment:
-    """The base class of environments.
+class Interaction:
+    """What an episode needs of an environment.
 
-    One object of this class runs one episode at a time. Episodes are deterministic: the same task
-    and the same replies must always give the same observations and rewards.
-
-    A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and implements `start` and
-    `step`. If there is a scripted expert, the subclass also implements `expert`. All other
-    attributes and methods have defaults. The commands accept NAME if the file
-    `environments/NAME/__init__.py` has a settings class `Options` that creates the environment.
-    docs/environments.md has a complete example.
-
-    If the environment itself fails, for example because a server stops, the methods `start` and
-    `step` must raise EnvError immediately. Calling `close` and then `reset` restarts the
-    environment.
-
-    Each task has an id of the form NAME-SPLIT-KEY, and a value. The method `find` returns the value
-    for an id. The value can have any type, for example a goal, a question or a number. New tasks
-    that are made during a run are in the split "added".
+    One object runs one episode at a time. Episodes are deterministic: the same task and the same
+    replies must always give the same observations and rewards. If the environment itself fails, for
+    example because a server stops, `start` and `step` must raise EnvError immediately. Calling
+    `close` and then `reset` restarts the environment.
     """
-    name: str
-    # A dict {split: {key: value of the task}}. It must be the same in every process. The splits are
-    # "train", "validation" and the test splits.
-    splits: dict[str, dict]
-    test_splits: tuple[str, ...]  # names of the test splits, which a run evaluates by default
-    max_turns: int                # maximum number of replies per episode, enforced by the caller
-    stops = ("Observation:",)     # stop strings; a reply ends before the first stop string [ours]
-    rules = ""                    # start of the prompt: instructions, used only with view "full"
-    # A regular expression for text that differs each time a server starts, such as the random price
-    # limits of a real WebShop server. This text is ignored when --experts compares the observations
-    # of a published trajectory with those of the environment. The default matches no text.
-    drawn_anew = "(?!)"
-    # The next two attributes are used to read files of published expert trajectories.
-    # `published_types` lists the task types, in the order of their numeric ids. `task_of` is a
-    # function for tasks that are in no split. It converts the key of a task into the task's value.
-    published_types = ()
-    task_of = None
-
-    def __init__(self, view: str = "full"):
-        self.view = view
-        self.prompt = self.rules if view == "full" else ""
-        self._added = {}  # the split "added", {key: value of the task}
-
-    # ---------------------------------------------------------------- an episode
+    max_turns: int             # maximum number of replies per episode, enforced by the caller
+    stops = ("Observation:",)  # stop strings; a reply ends before the first stop string [ours]
+    prompt = ""                # instructions before the first observation
 
     def reset(self, task: str) -> str:
         """Starts an episode of the task with this id, and returns the first observation."""
         return self.start(self.find(task))
 
-    def start(self, what) -> str:
+    def start(self, value) -> str:
         """Starts an episode of the task with this value, and returns the first observation.
 
         Subclasses implement this method, and callers use `reset`.
         """
         raise NotImplementedError(f"{type(self).__name__}.start")
+
+    def step(self, reply: str) -> Step:
+        """Executes the action in a reply, and returns the result.
+
+        The caller calls this method at most `max_turns` times per episode.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step")
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """Returns the first messages of an episode, with the prompt and the first observation.
@@ -122,113 +96,17 @@ class Environment:
             return unmarked(NEXT.split(unmarked(reply[label.end():]), 1)[0])
         return unmarked(reply) if reply.lstrip()[:1] in {*MARKS} else reply
 
-    def step(self, reply: str) -> Step:
-        """Executes the action in a reply, and returns the result.
-
-        The caller calls this method at most `max_turns` times per episode.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.step")
-
     def close(self) -> None:
         """Stops all processes and closes all connections of the environment.
 
         A later call of `reset` starts them again.
         """
 
-    # ---------------------------------------------------------------- its tasks
-
-    def tasks(self, split: str) -> list[str]:
-        """Returns the task ids of a split, in order."""
-        if split not in self.splits and split != "added":
-            raise UsageError(f"{self.name}: unknown split {split!r}; choose from: "
-                          f"{', '.join(self.splits)}")
-        return [f"{self.name}-{split}-{key}" for key in self.splits.get(split, self._added)]
-
-    def find(self, task: str):
-        """Returns the value of the task with this id. Raises ValueError if the id is unknown."""
-        try:
-            name, split, key = task.split("-", 2)
-            values = {self.name: {**self.splits, "added": self._added}}[name][split]
-            if key not in values and split != "added" and self.task_of:
-                return self.task_of(key)
-            return values[key]
-        except (KeyError, ValueError):
-            raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
-
-    def add(self, task: dict) -> str:
-        """Adds a new task to the split "added" of this object, and returns its id, NAME-added-N.
-
-        Other objects of the same class do not get the task. If an equal task was added before, the
-        id of the earlier task is returned.
-        """
-        added = [*self._added.values()]
-        key = str(added.index(task) if task in added else len(added))
-        self._added[key] = task
-        return f"{self.name}-added-{key}"
-
-    def task_generator(self):
-        """Returns the environment's TaskGenerator, which makes new tasks from agents' episodes.
-
-        The class TaskGenerator is defined in the file `tasks.py` of the environment. Raises
-        UsageError if the environment has no TaskGenerator.
-        """
-        raise UsageError(f"{self.name}: this environment makes no new tasks; give --method grpo "
-                      "--start-from train, or an environment that makes some, such as the built-in "
-                      "webshop")
-
-    # ---------------------------------------------------------------- experts and people
-
-    def expert(self) -> Callable[[str], str]:
-        """Returns the scripted expert of the current episode.
-
-        The scripted expert is a function that gets an observation and returns a reply. The function
-        raises Stuck or StopIteration if it has no next reply. This method raises UsageError if the
-        environment has no scripted expert.
-        """
-        raise UsageError(f"{self.name}: it has no scripted expert; give --experts FILE")
-
-    def possible(self) -> tuple[list[str], str]:
-        """Returns help for a person who plays the episode.
-
-        Returns:
-            A tuple of a list and a text. The list has the actions that are available now. The text
-            describes the formats of all other actions, one format per line.
-        """
-        return [], ""
-
-    def reply(self, action: str) -> str:
-        """Returns a reply for an action that a person typed.
-
-        Adds the label "Action:" if it is missing, except with view "short".
-        """
-        return action if self.view == "short" or "Action:" in action else f"Action: {action}"
-
-
-# ------------------------------------------------------------------ the action in a reply
-
-MARKS = "*_`\"'"  # markdown and quote characters that chat models write around an action
-# LABEL matches the label of an action, such as "Action:", "**Action**:" or "Action 2:".
-# NEXT matches the end of the action, which is a line break or the next label.
-LABEL = re.compile(r"^[^a-z\n]*action[^a-z\n:：]*[:：\n]", re.I | re.M)
-NEXT = re.compile(r"\n|(?:Thought|Action|Observation):")
-
-
-def unmarked(text: str) -> str:
-    """Removes emphasis marks, quotes, backticks and whitespace around a text.
-
-    If the text starts with a code span (`...`) or a code fence (```...```), returns only the text
-    inside it.
-    """
-    opening = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?", text)
-    inside = text[opening.end():].split(opening[1], 1)[0] if opening else text
-    spaces = "".join(filter(str.isspace, {*inside}))  # all whitespace characters of the text
-    return inside.strip(MARKS + spaces)
-
 
 # ------------------------------------------------------------------ the episode
 
 
-def episode(env: Environment, encoder, t, max_tokens: int):
+def episode(env: Interaction, encoder, t, max_tokens: int):
     """Runs one episode of the task t.task, and records it in the trajectory t.
 
     This function is a generator. It yields each time it needs the agent's next reply. The caller
@@ -326,3 +204,128 @@ def replace_opening(t, encoder, played: list[dict], trained: list[dict]) -> None
     start = encoder.start(trained)
     t.ids[:size] = start
     t.action_mask[:size] = [0] * len(start)
+
+
+# ------------------------------------------------------------------ the action in a reply
+
+MARKS = "*_`\"'"  # markdown and quote characters that chat models write around an action
+# LABEL matches the label of an action, such as "Action:", "**Action**:" or "Action 2:".
+# NEXT matches the end of the action, which is a line break or the next label.
+LABEL = re.compile(r"^[^a-z\n]*action[^a-z\n:：]*[:：\n]", re.I | re.M)
+NEXT = re.compile(r"\n|(?:Thought|Action|Observation):")
+
+
+def unmarked(text: str) -> str:
+    """Removes emphasis marks, quotes, backticks and whitespace around a text.
+
+    If the text starts with a code span (`...`) or a code fence (```...```), returns only the text
+    inside it.
+    """
+    opening = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?", text)
+    inside = text[opening.end():].split(opening[1], 1)[0] if opening else text
+    spaces = "".join(filter(str.isspace, {*inside}))  # all whitespace characters of the text
+    return inside.strip(MARKS + spaces)
+
+
+# ------------------------------------------------------------------ tasks, experts and people
+
+
+class Environment(Interaction):
+    """The base class of environments: an `Interaction` with tasks.
+
+    A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and implements `start` and
+    `step`. If there is a scripted expert, the subclass also implements `expert`. All other
+    attributes and methods have defaults. The commands accept NAME if the file
+    `environments/NAME/__init__.py` has a settings class `Options` that creates the environment.
+    docs/environments.md has a complete example.
+
+    Each task has an id of the form NAME-SPLIT-KEY, and a value. The method `find` returns the value
+    for an id. The value can have any type, for example a goal, a question or a number. New tasks
+    that are made during a run are in the split "added".
+    """
+    name: str
+    # A dict {split: {key: value of the task}}. It must be the same in every process. The splits are
+    # "train", "validation" and the test splits.
+    splits: dict[str, dict]
+    test_splits: tuple[str, ...]  # names of the test splits, which a run evaluates by default
+    rules = ""                    # start of the prompt: instructions, used only with view "full"
+    # A regular expression for text that differs each time a server starts, such as the random price
+    # limits of a real WebShop server. This text is ignored when --experts compares the observations
+    # of a published trajectory with those of the environment. The default matches no text.
+    drawn_anew = "(?!)"
+    # The next two attributes are used to read files of published expert trajectories.
+    # `published_types` lists the task types, in the order of their numeric ids. `task_of` is a
+    # function for tasks that are in no split. It converts the key of a task into the task's value.
+    published_types = ()
+    task_of = None
+
+    def __init__(self, view: str = "full"):
+        self.view = view
+        self.prompt = self.rules if view == "full" else ""
+        self._added = {}  # the split "added", {key: value of the task}
+
+    def tasks(self, split: str) -> list[str]:
+        """Returns the task ids of a split, in order."""
+        if split not in self.splits and split != "added":
+            raise UsageError(f"{self.name}: unknown split {split!r}; choose from: "
+                          f"{', '.join(self.splits)}")
+        return [f"{self.name}-{split}-{key}" for key in self.splits.get(split, self._added)]
+
+    def find(self, task: str):
+        """Returns the value of the task with this id. Raises ValueError if the id is unknown."""
+        try:
+            name, split, key = task.split("-", 2)
+            values = {self.name: {**self.splits, "added": self._added}}[name][split]
+            if key not in values and split != "added" and self.task_of:
+                return self.task_of(key)
+            return values[key]
+        except (KeyError, ValueError):
+            raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
+
+    def add(self, task: dict) -> str:
+        """Adds a new task to the split "added" of this object, and returns its id, NAME-added-N.
+
+        Other objects of the same class do not get the task. If an equal task was added before, the
+        id of the earlier task is returned.
+        """
+        added = [*self._added.values()]
+        key = str(added.index(task) if task in added else len(added))
+        self._added[key] = task
+        return f"{self.name}-added-{key}"
+
+    def task_generator(self):
+        """Returns the environment's TaskGenerator, which makes new tasks from agents' episodes.
+
+        The class TaskGenerator is defined in the file `tasks.py` of the environment. Raises
+        UsageError if the environment has no TaskGenerator.
+        """
+        raise UsageError(f"{self.name}: this environment makes no new tasks; give --method grpo "
+                      "--start-from train, or an environment that makes some, such as the built-in "
+                      "webshop")
+
+    # ---------------------------------------------------------------- experts and people
+
+    def expert(self) -> Callable[[str], str]:
+        """Returns the scripted expert of the current episode.
+
+        The scripted expert is a function that gets an observation and returns a reply. The function
+        raises Stuck or StopIteration if it has no next reply. This method raises UsageError if the
+        environment has no scripted expert.
+        """
+        raise UsageError(f"{self.name}: it has no scripted expert; give --experts FILE")
+
+    def possible(self) -> tuple[list[str], str]:
+        """Returns help for a person who plays the episode.
+
+        Returns:
+            A tuple of a list and a text. The list has the actions that are available now. The text
+            describes the formats of all other actions, one format per line.
+        """
+        return [], ""
+
+    def reply(self, action: str) -> str:
+        """Returns a reply for an action that a person typed.
+
+        Adds the label "Action:" if it is missing, except with view "short".
+        """
+        return action if self.view == "short" or "Action:" in action else f"Action: {action}"
