@@ -1,4 +1,7 @@
-"""Each change of docs/changing.md applies to a copy of the program, with the documented effect."""
+"""Each change of docs/changing.md applies to a copy of the program, with the documented effect.
+
+A changed program is compared with the unchanged one under the same flags.
+"""
 
 import importlib
 import math
@@ -22,8 +25,8 @@ from common.files import read_json
 from common.files import read_jsonl as rows
 from lab.page import page, report
 
-FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "engine", "environments")
-# Each agent takes one step, without truncation.
+FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve", "grpo"), ("common", "engine", "environments")
+# Each agent takes one step in an iteration, without truncation.
 SMALL = ("--env webshop --train-tasks 8 --eval-tasks 1 --eval-splits validation --rollouts 2 "
          "--temperature 0.8 --iterations 1 --sft-epochs 1 --sft-batch 4 --dpo-epochs 1 "
          "--dpo-batch 1000 --cut-turns -1").split()
@@ -63,7 +66,7 @@ def changed(tmp_path, monkeypatch):
         for name in FOLDERS:
             shutil.copytree(ROOT / name, folder / name)
         (folder / "tiny").symlink_to(ROOT / "tiny")
-        for file, old, new in CHANGES[title]:
+        for file, old, new in CHANGES.get(title, []):
             path = folder / file
             text = path.read_text() if old else ""
             assert text.count(old) == 1 or not old and not path.exists(), (file, old)
@@ -82,16 +85,16 @@ def changed(tmp_path, monkeypatch):
 
 
 def train(core, flags, until=None):
-    """Runs a changed program until the phase of the output `until` has ended."""
+    """Runs a program until the phase of the output `until` has ended."""
     class Enough(Exception):
         pass
 
     class Run(core.Run):
         def once(self, output, *inputs, **parameters):
-            path = super().once(output, *inputs, **parameters)
+            value = super().once(output, *inputs, **parameters)
             if output == until:
                 raise Enough
-            return path
+            return value
 
     command = importlib.import_module("engine.command")  # of this program
     command.end = lambda line, status: pytest.fail(line)  # in place of the end of this process
@@ -113,12 +116,15 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def fork(base, changed, tmp_path):
-    """fork(title, OUTPUT) -> the changed program, and the folder of its branch at OUTPUT."""
+    """fork(title, OUTPUT, flags) -> the folders of two runs that branch from `base` at OUTPUT with
+    the same flags, of the unchanged and of the changed program. Without flags, the first is base."""
     def start(title, output, flags="", until=None):
-        core = changed(title)
-        begun = ["--branch", f"{base}@{output}", "--out", tmp_path / "fork"]
-        train(core, [*SMALL, *begun, *flags.split()], until)
-        return core, tmp_path / "fork"
+        folders = [base]
+        for name in ["unchanged", title] if flags else [title]:
+            folders.append(tmp_path / f"run-{name.replace(' ', '-')}")
+            train(changed(name), ["--env", "webshop", "--branch", f"{base}@{output}", "--out",
+                                  folders[-1], *flags.split()], until)
+        return folders[-2:]
     return start
 
 
@@ -130,13 +136,14 @@ def first_step(run, agent):
     return rows(run / f"iter1/{agent}-agent/train.jsonl")[0]
 
 
-def pairs_by(core, run, name, role="D_fail"):
-    """Returns the rows that the program's `make_pairs` makes of iteration 1 of a run."""
-    stub = SimpleNamespace(settings=core.Settings(), main=True, name="")
-    files = [run / "iter1/target.jsonl", *run.glob("iter1/failure*.jsonl")]
-    played = {file.stem: file for file in files}
-    core.make_pairs(stub, run / "made.jsonl", run / "experts.jsonl", played, [], name, role)
-    return rows(run / "made.jsonl")
+def weights(run, agent):
+    return load_file(run / agent / "model.safetensors")
+
+
+def moved(before, after):
+    """Returns the norm of the difference of two models' weights, in fp64."""
+    return math.sqrt(sum((after[name].double() - before[name].double()).square().sum().item()
+                         for name in before))
 
 
 def test_names_and_outputs_of_the_page_exist_and_each_change_has_a_test(base):
@@ -154,139 +161,212 @@ def test_names_and_outputs_of_the_page_exist_and_each_change_has_a_test(base):
             assert name in phases(base) or name.replace("iter1", "iter{i}") in of_loop, name
 
 
-def test_ipo(base, fork):
-    _, run = fork("IPO", "iter1/target-agent", "--lambda-dpo 0.005", until="iter1/failure-agent")
-    first, of_dpo = first_step(run, "failure"), first_step(base, "failure")
-    assert (first["loss"], of_dpo["loss"]) == pytest.approx((1 / (4 * 0.1 ** 2), LN2))
-    assert first["norm"] / of_dpo["norm"] == pytest.approx(2 / 0.1 ** 2, rel=1e-4)
-    # lambda_dpo is beta^2 / 2: the target begins with DPO's gradient, and with other losses.
-    first, of_dpo = first_step(run, "target"), first_step(base, "target")
-    assert first["norm"] == pytest.approx(of_dpo["norm"], rel=1e-4)
-    assert first["loss"] - of_dpo["loss"] == pytest.approx(
-        0.005 * 25 - LN2, abs=1e-5)
+def test_ipo(fork):
+    control, run = fork("IPO", "iter1/failure-agent", "--dpo-epochs 2", until="iter1/target-agent")
+    for agent in "failure", "target":
+        first, of_dpo = first_step(run, agent), first_step(control, agent)
+        assert first["norm"] == pytest.approx(of_dpo["norm"], rel=1e-4)
+        assert first["dpo"] / of_dpo["dpo"] == pytest.approx(1 / 8 / LN2, rel=1e-5)
+    for folder, loss in (control, lambda m: math.log(1 + math.exp(-m))), (run, lambda m: (m - 0.5) ** 2 / 2):
+        margins = [row["last"][2] for row in rows(folder / "iter1/failure-agent/margins.jsonl")]
+        second = rows(folder / "iter1/failure-agent/train.jsonl")[1]["loss"]
+        assert second == pytest.approx(sum(map(loss, margins)) / len(margins), rel=1e-5)
 
 
-def test_cdpo(base, fork):
-    _, run = fork("cDPO", "iter1/target-agent", until="iter1/failure-agent")
-    first, of_dpo = first_step(run, "failure"), first_step(base, "failure")
+def test_cdpo(fork):
+    control, run = fork("cDPO", "iter1/failure-agent", until="iter1/failure-agent")
+    first, of_dpo = first_step(run, "failure"), first_step(control, "failure")
     assert first["loss"] == first["dpo"] == pytest.approx(LN2) and first["sft"] == 0
     assert first["norm"] / of_dpo["norm"] == pytest.approx(0.8, rel=1e-4)
 
 
-def test_lora(fork):
-    pytest.importorskip("peft")
-    _, run = fork("LoRA", "iter1/pairs-failure.jsonl", "--dpo-lr 1e-4 --dpo-epochs 2 "
-                  "--dpo-warmup 0", until="iter1/failure-agent")
-    first, last = rows(run / "iter1/failure-agent/train.jsonl")
-    assert first["loss"] == pytest.approx(LN2) and last["loss"] < LN2
-    assert not [*(run / "iter1/failure-agent").glob("adapter*")]
-    before, after = (load_file(run / agent / "model.safetensors")
-                     for agent in ("sft-failure", "iter1/failure-agent"))
-    assert before.keys() == after.keys()
-    changed = 0
-    for name, weight in before.items():
-        moved = after[name] - weight
-        if "norm" in name or "embed" in name:
-            assert not moved.any(), name
-        elif moved.any():
-            s = torch.linalg.svdvals(moved)
-            assert s[8] < 1e-2 * s[0]  # of rank 8, but for the rounding of the merged weights
-            changed += 1
-    assert changed > 5
-
-
 def test_simpo(fork):
-    _, run = fork("SimPO", "iter1/pairs-failure.jsonl", until="iter1/failure-agent",
-                  flags="--reference none --log-prob-reduction mean --beta 2 --beta-later 2")
-    margins = [row["first"][2] for row in rows(run / "iter1/failure-agent/margins.jsonl")]
-    losses = [math.log(1 + math.exp(1 - margin)) for margin in margins]
-    first = first_step(run, "failure")["loss"]
-    assert first == pytest.approx(sum(losses) / len(losses), rel=1e-5) and abs(first - LN2) > 0.1
+    flags = "--reference none --log-prob-reduction mean --beta 2 --lambda-sft 0"
+    folders = fork("SimPO", "iter1/failure-agent", flags, until="iter1/target-agent")
+    for folder, gamma in zip(folders, (0, 1)):
+        assert read_json(folder / "config.json")["settings"]["beta_later"] == 2
+        assert first_step(folder, "target")["sft"] == 0
+        margins = [row["first"][2] for row in rows(folder / "iter1/failure-agent/margins.jsonl")]
+        losses = [math.log(1 + math.exp(gamma - margin)) for margin in margins]
+        first = first_step(folder, "failure")["loss"]
+        assert first == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_infonca(fork):
-    core, run = fork("InfoNCA", "iter1/pairs-target.jsonl", "--method eto",
-                     until="iter1/target-agent")
+    _, run = fork("InfoNCA", "iter1/target-agent", "--method eto", until="iter1/target-agent")
     played = rows(run / "experts.jsonl") + rows(run / "iter1/target.jsonl")
     counts = Counter(e["task"] for e in played if e["ended"] != "context_limit")
     logs = [math.log(n) for n in counts.values()]
     assert first_step(run, "target")["loss"] == pytest.approx(sum(logs) / len(logs), abs=1e-5)
 
     # Two rewards differ by 0.1: softmax of (1, 0). Log-ratios 0.5 and 0.1, beta 2.
-    group = core.Group()
+    dpo = importlib.import_module("dpo")
+    group = dpo.Group()
     for reward, reference in (1.0, -2.0), (0.9, -3.0):
-        group.add(core.Trajectory(ids=[0, 0], action_mask=[0, 1], reward=reward))
-        group.trajectories[-1].reference = reference
-    terms, _ = core.dpo.infonca_loss(torch.tensor([-1.5, -2.9]), [group], beta=2.0)
+        group.add(dpo.Trajectory(ids=[0, 0], action_mask=[0, 1], reward=reward))
+        group.trajectories[-1].ref_log_prob = reference
+    losses, _ = dpo.infonca_loss(torch.tensor([-1.5, -2.9]), [group], beta=2.0)
     p, log_q = 1 / (1 + math.exp(-1)), -math.log(1 + math.exp(-0.8))
-    assert terms["loss"].item() == pytest.approx(-p * log_q - (1 - p) * (log_q - 0.8))
+    assert losses["loss"].item() == pytest.approx(-p * log_q - (1 - p) * (log_q - 0.8))
+
+
+def test_a_rate_per_agent(fork):
+    control, run = fork("a rate per agent", "iter1/failure-agent", until="iter1/target-agent")
+    for agent, factor in ("failure", 2), ("target", 1):
+        assert first_step(run, agent)["lr"] == factor * first_step(control, agent)["lr"]
+
+
+def test_another_optimiser(fork):
+    """One step of SGD moves the weights by the rate times the clipped gradient, and one of AdamW
+    moves each weight by up to the rate."""
+    control, run = fork("another optimiser", "iter1/failure-agent", "--dpo-lr 0.01",
+                        until="iter1/failure-agent")
+    distance = moved(weights(run, "sft-failure"), weights(run, "iter1/failure-agent"))
+    assert distance == pytest.approx(0.01 * min(1, first_step(run, "failure")["norm"]), rel=1e-3)
+    of_adamw = moved(weights(control, "sft-failure"), weights(control, "iter1/failure-agent"))
+    assert of_adamw > 100 * distance
+
+
+def test_a_moving_average_as_the_reference(fork):
+    flags = "--reference sft --iterations 2"
+    control, run = fork("a moving average as the reference", "iter1/failure-agent", flags,
+                        until="iter2/target-agent")
+    old, new = weights(run, "sft-target"), weights(run, "iter1/target-agent")
+    for name, weight in weights(run, "iter1/reference").items():
+        torch.testing.assert_close(weight, 0.9 * old[name] + 0.1 * new[name])
+    assert rows(run / "iter2/pairs-target.jsonl") == rows(control / "iter2/pairs-target.jsonl")
+    margins, of_sft = ([row["first"][2] for row in rows(folder / "iter2/target-agent/margins.jsonl")]
+                       for folder in (run, control))
+    # pi_ref has moved a tenth of the way to the policy, so the first margins are nine tenths.
+    assert sum(map(abs, margins)) == pytest.approx(0.9 * sum(map(abs, of_sft)), rel=0.02)
+
+
+def test_lora(fork):
+    pytest.importorskip("peft")
+    _, run = fork("LoRA", "iter1/failure-agent", "--dpo-lr 1e-4 --dpo-epochs 2",
+                  until="iter1/failure-agent")
+    first, last = rows(run / "iter1/failure-agent/train.jsonl")
+    assert first["loss"] == pytest.approx(LN2) and last["loss"] < LN2
+    assert not [*(run / "iter1/failure-agent").glob("adapter*")]
+    before, after = weights(run, "sft-failure"), weights(run, "iter1/failure-agent")
+    assert before.keys() == after.keys()
+    trained = 0
+    for name, weight in before.items():
+        difference = after[name] - weight
+        if "norm" in name or "embed" in name:
+            assert not difference.any(), name
+        elif difference.any():
+            s = torch.linalg.svdvals(difference)
+            assert s[8] < 1e-2 * s[0]  # of rank 8, but for the rounding of the merged weights
+            trained += 1
+    assert trained > 5
+
+
+def sides(row):
+    return row["task"], row["kind"], *(tuple(row[side].values()) for side in ("chosen", "rejected"))
+
+
+def learned_from(run, agent="failure"):
+    return sorted(sides(row) for row in rows(run / f"iter1/{agent}-agent/margins.jsonl"))
+
+
+@pytest.mark.parametrize("title, more, keeps", [
+    ("the failure agent learns from pairs whose better failure is hard", "",
+     lambda row: row["chosen"]["reward"] >= 0.6),
+    ("a new setting", "--min-gap 0.3",
+     lambda row: row["chosen"]["reward"] - row["rejected"]["reward"] >= 0.3)])
+def test_a_filter_between_two_phases(base, changed, tmp_path, title, more, keeps):
+    run = tmp_path / "run"
+    train(changed(title), ["--branch", f"{base}@iter1/failure-agent", "--out", run, *more.split()],
+          until="iter1/failure-agent")
+    before = rows(base / "iter1/pairs-failure.jsonl")
+    assert rows(run / "iter1/pairs-failure.jsonl") == before
+    kept = [sides(row) for row in before if keeps(row)]
+    assert learned_from(run) == sorted(kept) and 5 < len(kept) < len(before) - 5
+    assert read_json(run / "config.json")["settings"].get("min_gap") == (0.3 if more else None)
+
+
+def test_a_reversed_failure_agent(fork):
+    control, run = fork("a reversed failure agent", "iter1/failure-agent",
+                        "--cut-turns -1 --rejected-ends count", until="iter1/failure-agent")
+    reversed_pairs = [(task, kind, b, a) for task, kind, a, b in learned_from(control)]
+    assert learned_from(run) == sorted(reversed_pairs)
+
+
+def pairs_of(core, run):
+    """Returns the target's pairs that a program makes of iteration 1 of a run."""
+    stub = SimpleNamespace(settings=core.Settings(), name="")
+    read = importlib.import_module("engine.trajectories").read
+    lists = [read(run / name) for name in ("experts.jsonl", "iter1/target.jsonl", "iter1/failure.jsonl")]
+    return core.target_pairs(stub, *lists)[0], lists[0]
 
 
 def test_weights_by_hardness(base, changed):
-    core = changed("expert pairs weigh more, the harder their negative is")
+    pairs, _ = pairs_of(changed("expert pairs weigh more, the harder their negative is"), base)
     of_task = defaultdict(list)
-    for row in pairs_by(core, base, "target", "D_tgt"):
-        if row["kind"] == "failure>failure":
-            assert row["sft_weight"] == 0
+    for pair in pairs:
+        if pair.kind == "failure>failure":
+            assert pair.sft_weight == 0
         else:
-            of_task[row["task"]].append(row)
-            imitated = row["chosen"]["agent"] == "expert" or row["chosen"]["reward"] == 1
-            assert row["sft_weight"] == imitated * row["weight"]
-    for pairs in of_task.values():
-        parts = [0.5 + row["rejected"]["reward"] for row in pairs]
-        assert [row["weight"] for row in pairs] == pytest.approx([x / sum(parts) for x in parts])
-    assert sum(len({row["weight"] for row in pairs}) > 1 for pairs in of_task.values()) >= 3
-
-
-def test_a_filter_and_a_reversed_failure_agent(base, changed):
-    before = rows(base / "iter1/pairs-failure.jsonl")
-    core = changed("the failure agent learns from pairs whose better failure is hard")
-    hard = pairs_by(core, base, "failure")
-    assert hard == [row for row in before if row["chosen"]["reward"] >= 0.6]
-    assert 5 < len(hard) < len(before) - 5
-    after = pairs_by(changed("a reversed failure agent"), base, "failure")
-    assert after == [row | dict(chosen=row["rejected"], rejected=row["chosen"]) for row in before]
+            of_task[pair.chosen.task].append(pair)
+            imitated = pair.chosen.agent == "expert" or pair.chosen.reward == 1
+            assert pair.sft_weight == imitated * pair.weight
+    for same_task in of_task.values():
+        parts = [0.5 + pair.rejected.reward for pair in same_task]
+        assert [pair.weight for pair in same_task] == pytest.approx([x / sum(parts) for x in parts])
+    assert sum(len({pair.weight for pair in same}) > 1 for same in of_task.values()) >= 3
 
 
 @pytest.mark.parametrize("i", [1, 2])
 def test_a_curriculum(base, changed, i):
     core = changed("a curriculum")
     settings = core.Settings(iterations=2, reference="none", cut_turns=-1)
-    run = SimpleNamespace(settings=settings, encoder=None, load=lambda agent: None,
-                          fit=lambda model, out, steps, *_: dict(steps=steps))
-    played = [base / f"iter1/{name}.jsonl" for name in ("target", "failure")]
-    steps = core.train_preferences(
-        run, None, "agent", "agent", base / "iter1/pairs-target.jsonl",
-        base / "experts.jsonl", played, "target", "D_tgt", i)["steps"]
+    run = SimpleNamespace(settings=settings, encoder=None, load=lambda *_: None,
+                          fit=lambda model, steps, *_: (None, dict(steps=steps)))
+    pairs, experts = pairs_of(core, base)
+    _, numbers = core.train_target(run, Path(), Path(), pairs, experts, name="target", i=i)
     nearest = defaultdict(float)  # task -> the best reward of a rejected trajectory
-    for row in rows(base / "iter1/pairs-target.jsonl"):
-        nearest[row["task"]] = max(nearest[row["task"]], row["rejected"]["reward"])
-    trained = {group.pairs[0].chosen.task for step in steps for group in step}
+    for pair in pairs:
+        nearest[pair.chosen.task] = max(nearest[pair.chosen.task], pair.rejected.reward)
+    trained = {group.pairs[0].chosen.task for step in numbers["steps"] for group in step}
     assert len(trained) == {1: 1 + len(nearest) // 2, 2: len(nearest)}[i]
     left = [nearest[task] for task in {*nearest} - trained]
     assert min(nearest[task] for task in trained) >= max(left, default=0)
     assert len({*nearest.values()}) > 2
 
 
-def test_two_failure_agents(base, fork):
-    core, run = fork("two failure agents", "iter1/pairs-target.jsonl",
-                     until="iter1/pairs-target.jsonl")
-    assert rows(run / "iter1/failure.jsonl") == rows(base / "iter1/failure.jsonl")
-    assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-failure2/train.jsonl")
-    assert "eval-0-failure2-validation.jsonl" in phases(run)
+def test_two_failure_agents(fork):
+    control, run = fork("two failure agents", "iter1/pairs-failure.jsonl",
+                        until="iter1/pairs-target.jsonl")
+    assert rows(run / "iter1/failure.jsonl") == rows(control / "iter1/failure.jsonl")
+    assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-second/train.jsonl")
+    assert "eval-0-second-validation.jsonl" in phases(run)
 
     kinds = phases(run)["iter1/pairs-target.jsonl"]["pairs"]
-    played = [e for e in rows(run / "iter1/failure2.jsonl") if e["ended"] != "context_limit"]
+    played = [e for e in rows(run / "iter1/second.jsonl") if e["ended"] != "context_limit"]
     experts = {e["task"]: e["reward"] for e in rows(run / "experts.jsonl")}
     worse = [e for e in played if e["reward"] < experts[e["task"]]]
-    assert kinds["expert>failure2"] == len(worse) > 5
-    for agent in core.AGENTS["coevolve"][1:]:
-        pairs = pairs_by(core, run, agent.name, agent.role)
-        sides = {row[side]["agent"] for row in pairs for side in ("chosen", "rejected")}
-        assert sides == {"target", "failure", "failure2"}
+    assert kinds["expert>second"] == len(worse) > 5
+    for agent in "failure", "second":
+        pairs = rows(run / f"iter1/pairs-{agent}.jsonl")
+        named = {row[side]["agent"] for row in pairs for side in ("chosen", "rejected")}
+        assert named == {"target", "failure", "second"}
+        assert (run / f"iter1/{agent}-agent/model.safetensors").exists()
 
 
-def test_a_new_phase_is_printed_and_shown_on_the_page(base, fork, capsys):
+def test_pairs_of_its_own_for_an_agent(fork):
+    _, run = fork("pairs of its own for an agent", "iter1/pairs-failure.jsonl",
+                  until="iter1/failure-agent")
+    counts = defaultdict(Counter)  # task -> number of successes (True) and of failures (False)
+    for name in "target", "failure":
+        for e in rows(run / f"iter1/{name}.jsonl"):
+            counts[e["task"]][e["reward"] == 1] += e["ended"] != "context_limit"
+    expected = sum(count[True] * count[False] for count in counts.values())
+    assert phases(run)["iter1/pairs-failure.jsonl"]["pairs"] == {"success>failure": expected}
+    assert len(learned_from(run)) == expected > 3
+
+
+def test_a_new_phase_is_printed_and_shown_on_the_page(fork, capsys):
     _, run = fork("a judge of pairs", "iter1/target-agent")
     row = phases(run)["iter1/judged-target.jsonl"]
     before, after = (rows(run / f"iter1/{name}-target.jsonl") for name in ("pairs", "judged"))
@@ -296,16 +376,15 @@ def test_a_new_phase_is_printed_and_shown_on_the_page(base, fork, capsys):
     assert row["refused"] == len(before) - len(after) > 5
     assert len(rows(run / "iter1/target-agent/margins.jsonl")) == len(after)
 
-    said = capsys.readouterr().out
-    assert f"{len(after)} kept, {row['refused']} refused" in said
+    assert f"{len(after)} kept, {row['refused']} refused" in capsys.readouterr().out
     report.close(run)
     assert "iter1/judged-target.jsonl" in page.page(run)
 
 
 def test_grpo(changed):
     changed("GRPO without the standard deviation")
-    evolve = importlib.import_module("evolve")
-    assert evolve.advantages_of([0.0, 0.0, 0.0, 1.0]) == [-0.25, -0.25, -0.25, 0.75]
+    grpo = importlib.import_module("grpo")
+    assert grpo.advantages_of([0.0, 0.0, 0.0, 1.0]) == [-0.25, -0.25, -0.25, 0.75]
 
 
 def test_a_new_environment(changed, tmp_path):
