@@ -120,12 +120,8 @@ Rows = list[dict]
 def evolve(run: Run, find: Callable | None = None) -> None:
     """Trains an agent with GRPO on a task set that evolves during training.
 
-    The method "grpo" uses the same loop, but the task set does not evolve.
-
-    Args:
-        run: The run.
-        find: The explorer, a function with the same arguments and the same kind of result as
-            `find_tasks`. The default is `find_tasks`.
+    The method "grpo" uses the same loop, but the task set does not evolve. `find` is the explorer,
+    a function like `find_tasks`, which is the default.
     """
     s = run.settings
     once = run.once
@@ -172,18 +168,7 @@ def evolution(
     signals: Rows,
     i: int,
 ) -> Rows:
-    """Makes the next D: finds candidates, judges them, and adds the accepted candidates to D.
-
-    Args:
-        run: The run.
-        find: The explorer, see `evolve`.
-        agent: The folder of the agent's model.
-        task_set, signals, i: The same as for all phases, see the comment at the top of this
-            section.
-
-    Returns:
-        The new D.
-    """
+    """Makes the next D: finds candidates, judges them, and adds the accepted candidates to D."""
     candidates = find(run, i, agent, task_set, signals)
     proposals = run.once(f"iter{i}/proposals.jsonl", judge, candidates, task_set, i=i)
     return run.once(f"iter{i}/tasks.jsonl", join, task_set, proposals, i=i)
@@ -237,19 +222,9 @@ def train(
     """Trains the agent for the steps of one segment.
 
     In each step, the agent first plays episodes with its current weights, and is then trained on
-    these episodes.
-
-    Args:
-        agent: The folder of the agent at the start of the segment.
-        reference: The folder of the reference model pi_ref.
-        planned: The tasks of each step, see `plan`.
-
-    Returns:
-        The trained model, AdamW's moments (moments.pt, loaded by the next segment), the training
-        log (train.jsonl) and the segment's trajectories (episodes.jsonl), which are saved in the
-        model's folder, and a dict with the number of episodes, updates (`steps`) and tokens in the
-        segment, the number of tasks in D, and the mean reward and the KL divergence in the last
-        step.
+    these episodes. The model's folder also has AdamW's moments (moments.pt, loaded by the next
+    segment), the training log (train.jsonl) and the segment's trajectories (episodes.jsonl). The
+    numbers `reward` and `kl` are those of the last step.
     """
     # 1. Load the policy, pi_ref and the optimiser.
     s = run.settings
@@ -306,16 +281,9 @@ def moments_of(model, optimizer) -> dict:
 
 
 def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory]:
-    """Plays the episodes of one step, K episodes per task.
+    """Plays the episodes of one step, K episodes per task, and returns them ordered by task.
 
-    Args:
-        run: The run.
-        model: The policy.
-        row: The number of the step and the list of its tasks, {step, tasks}.
-        make_env: A function that makes an environment with all tasks of D.
-
-    Returns:
-        The trajectories, ordered by task.
+    `row` is a row of the plan, {step, tasks}, and `make_env` makes an environment with all of D.
     """
     s = run.settings
     step = row["step"]
@@ -382,13 +350,9 @@ def plan(run: Run, task_set: Rows, planned: Rows, i: int, steps: int) -> tuple[R
     that joined D during an epoch are first used in the next epoch. A step never contains the same
     task twice.
 
-    Args:
-        planned: The plan of the previous segment, or an empty list for segment 1.
-        steps: The number of steps in the segment: E, or fewer in the last segment of a run.
-
-    Returns:
-        One row per step, and the number of tasks in D. A row has the tasks of the step (`tasks`),
-        and the tasks of the epoch that are still unused after the step (`waiting`).
+    The last segment of a run may have fewer than E steps. `planned` is the plan of the previous
+    segment. A row has the tasks of the step (`tasks`), and the tasks of the epoch that are still
+    unused after the step (`waiting`).
     """
     s = run.settings
     tasks_of_d = [row["task"] for row in task_set]
@@ -448,14 +412,7 @@ def collect_history(segments: Iterable[list[Trajectory]], window: int) -> Histor
 
     A task group has the trajectories of one task in one training step. For each task, the history
     has the latest group and up to `window` earlier groups. Tasks that were not played in the last
-    segment are left out.
-
-    Args:
-        segments: The trajectories of each segment so far, in the order in which they were played.
-        window: The maximum number of earlier groups per task.
-
-    Returns:
-        The history.
+    segment are left out. `segments` are the trajectories of each segment so far, oldest first.
     """
     groups = defaultdict(dict)  # task -> step -> its trajectories
     last = []
@@ -531,15 +488,10 @@ def find_signals(run: Run, task_set: Rows, played: list[Path], i: int) -> tuple[
     With --guide random, the same number of random tasks is picked instead of signals. Each picked
     task is then an additional row of the output file, with the signal "random".
 
-    Args:
-        played: The trajectory files of the segments so far, one file per segment. Only one of them
-            is in memory at a time.
-
-    Returns:
-        One row per signal, and a dict with the number of signals of each kind, the number of picks
-        of each kind (`picks`), and the number of different action patterns in the segment
-        (`patterns`). A row has the kind of the signal (`signal`), the task, the evidence, and the
-        flag `picked`.
+    `played` has the trajectory file of each segment so far. Only one of them is in memory at a
+    time. A row has the kind of the signal (`signal`), the task, the evidence, and the flag
+    `picked`. The numbers are those of signals and of picks of each kind (`picks`), and of different
+    action patterns in the segment (`patterns`).
     """
     # 1. Collect the trajectories of the segment and their action patterns.
     s = run.settings
@@ -678,12 +630,6 @@ def begin_exploring(
     With signals, the explorer plays EXPLORER_EPISODES episodes for each of them. Without signals,
     exploration is unguided: there are `episodes_per_task` times --start-tasks episodes, which cycle
     through the training tasks.
-
-    Args:
-        run: The run.
-        signals: The rows of the signals. Unguided exploration has an empty list.
-        episodes_per_task: The number of episodes per start task in unguided exploration.
-        i: The number of the evolution.
     """
     s = run.settings
     episodes = []
@@ -790,12 +736,8 @@ def judge(run: Run, candidates: Rows, task_set: Rows, i: int) -> tuple[Rows, dic
 
 
 def counts(proposals: list[dict]) -> dict:
-    """Returns the number of proposals, in total and by result.
-
-    The dict has the number of all proposals, the number of proposals whose solution was replayed,
-    the number of added proposals for each signal, and the number of refused proposals for each
-    reason.
-    """
+    """Counts the proposals, those whose solution was replayed, the added ones by signal, and the
+    refused ones by reason."""
     replayed = 0
     refused = Counter()
     added = Counter()
@@ -815,20 +757,14 @@ def refusal(
     texts: list[set[str]],
     near_text: float,
 ) -> str | None:
-    """Checks a candidate for the task set. Its solution is not replayed here, but later.
+    """Returns the reason for refusing a candidate, or None if it passes all checks but the replay.
 
     Args:
-        generator: The environment's TaskGenerator.
-        candidate: The candidate's row, see `abstract`.
         keys: The keys of the tasks in D. Two tasks with the same key are the same task.
         texts: The words of each new task in D, as one set per task.
-        near_text: The threshold for near-duplicates. A candidate is refused if the Jaccard
-            similarity between its words and the words of another new task reaches this threshold.
-            The Jaccard similarity is the number of words in both texts, divided by the number of
-            words in at least one of the texts.
-
-    Returns:
-        The reason for refusing the candidate, or None if it passes.
+        near_text: A candidate is refused if the Jaccard similarity between its words and those of
+            another new task reaches this threshold. It is the number of words in both texts,
+            divided by the number of words in at least one of them.
     """
     definition = candidate["task"]
     if definition is None:  # the explorer model's output could not be parsed as a task
