@@ -296,6 +296,11 @@ def too_long(trajectories: Trajectories) -> list[str]:
 # By default, training on a GPU computes forward passes in bf16, and the inference copy on a GPU has
 # bf16 weights. On a CPU, and for the included model tiny, the default is fp32 (see --bf16).
 
+# Fractions of the optimiser steps used for linear warmup. After warmup, SFT's learning rate follows
+# a cosine decay [App. B], and that of preference training stays constant [ETO].
+SFT_WARMUP = 0.03
+DPO_WARMUP = 0.1
+
 
 def failure_pairs(
     run: Run,
@@ -440,7 +445,7 @@ def train_sft(run: Run, model: Model, experts: Trajectories, name: str) -> tuple
                   "fit in one batch and their order makes no difference; lower --sft-batch "
                   f"{s.sft_batch}")
     steps = dpo.batches(groups, s.sft_batch, rng, s.sft_epochs)
-    rates = dpo.learning_rates(len(steps), s.sft_lr, s.sft_warmup, cosine=True)
+    rates = dpo.learning_rates(len(steps), s.sft_lr, SFT_WARMUP, cosine=True)
     # The paper does not define how the loss of Eq. (5) is averaged over a batch. We average over
     # all action tokens of the batch [ours].
     return run.fit(run.load(model, groups), steps, rates, dpo.sft_loss, dpo.action_count)
@@ -496,7 +501,7 @@ def train_dpo(
     rng = random.Random(seed_of(s.seed, "dpo", name, i))
     batches = dpo.batches(groups, s.dpo_batch, rng, epochs=steps or s.dpo_epochs)
     batches = batches[:steps or None]
-    rates = dpo.learning_rates(len(batches), lr, s.dpo_warmup)
+    rates = dpo.learning_rates(len(batches), lr, DPO_WARMUP)
     trained, numbers = run.fit(policy, batches, rates, loss, denominator)
     # If pi_ref is the policy itself, all margins are 0 at first, and Eq. (7) gives ln 2 per pair.
     ln2 = lambda_dpo * math.log(2) * dpo.total_weight(batches[0]) / denominator(batches[0])
@@ -677,9 +682,6 @@ class Sft:
     sft_batch: types.Count = 48
     # Peak learning rate of SFT [App. B]
     sft_lr: types.Rate = 1e-5
-    # Fraction of the SFT steps used for linear warmup; after warmup, the learning rate follows a
-    # cosine decay [App. B]
-    sft_warmup: types.Share = 0.03
     # Weight decay of AdamW, for SFT and all other training [ETO]
     weight_decay: types.Weight = 0.0
     # Maximum gradient norm (gradient clipping), for SFT and all other training [transformers'
@@ -716,9 +718,6 @@ class Preferences:
     dpo_lr: types.Rate = 1e-6
     # Learning rate in later iterations; if only --dpo-lr is given, it is the same [App. B; ETO]
     dpo_lr_later: types.following(types.Rate, "dpo_lr") = 5e-7
-    # Fraction of the optimiser steps in an iteration used for linear warmup; after warmup, the
-    # learning rate stays constant [ETO]
-    dpo_warmup: types.Share = 0.1
     # Factor beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
     beta: types.Rate = 0.1
     # Factor beta in later iterations; if only --beta is given, it is the same [App. B; ETO]

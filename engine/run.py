@@ -47,7 +47,7 @@ class Run(Phases):
         s = settings
         reads = {*vars(s), *vars(options)}
         if method:
-            reads = names_in((*method.reads, type(options)))
+            reads = names_in((*method.reads, type(options), "env", "method"))
         machine = Machine(s)
         self.make_env = make_env or partial(make, s.env, s.view, **vars(options))
         self.env = self.make_env()

@@ -27,6 +27,7 @@ from functools import partial
 
 import dpo
 from coevolve import (
+    DPO_WARMUP,
     Common,
     Model,
     Trajectories,
@@ -237,7 +238,7 @@ def train_ppo(
     # 3. Train for several epochs over the groups.
     rng = random.Random(seed_of(s.seed, "ppo", i))
     steps = dpo.batches(groups, PPO_BATCH, rng, PPO_EPOCHS)
-    rates = dpo.learning_rates(len(steps), s.ppo_lr, s.dpo_warmup)
+    rates = dpo.learning_rates(len(steps), s.ppo_lr, DPO_WARMUP)
     loss = partial(ppo_loss, clip=PPO_CLIP, kl=PPO_KL)
     trained, numbers = run.fit(policy, steps, rates, loss, action_count, log_probs)
     return trained, dict(kl=kl / len(dpo.trajectories_of(groups)), dropped=dropped, **numbers)
@@ -269,7 +270,7 @@ class Baselines(Stated):
     # The budget N of DART: a task gets N x f additional rollouts, where f is the fraction of
     # failures among its first rollouts [Section 5.3]
     dart_budget: Whole = 10
-    # The learning rate of PPO; it stays constant after a linear warmup (see --dpo-warmup) [ours]
+    # The learning rate of PPO; it stays constant after a linear warmup, as in DPO [ours]
     ppo_lr: Rate = 1e-6
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -283,6 +284,6 @@ METHODS = {
                   "SFT once more, with the agent's own successes"),
     "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"),
                    "RFT with more rollouts of tasks in which successes are rare"),
-    "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup", "ppo_lr"),
+    "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "ppo_lr"),
                   "PPO on the agent's own episodes"),
 }

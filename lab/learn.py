@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
-from urllib.parse import quote
 
 import transformers
 
@@ -55,7 +55,7 @@ def learn(run: Run) -> None:
     experts = once("experts.jsonl", best, file)
     played = {}  # name of an agent -> its trajectories without the expert trajectories
     for name in dict.fromkeys(t.agent for t in run.trajectories):
-        output = f"iter1/{quote(name, safe=' ')}.jsonl"
+        output = f"iter1/{name}.jsonl"
         played[name] = once(output, others, file, experts, name=name)
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played)
 
@@ -118,7 +118,7 @@ def make_pairs(run: Run, experts: list[Trajectory],
     """Makes the preference pairs of Eq. (8).
 
     The first agent in the file has the role of the paper's target agent, so its failures are F_tgt.
-    The second agent has the role of the failure agent, so its failures are F_fail. If there is only
+    The failures of the second agent, and of experts, are F_fail. If the file has trajectories from
     one agent, its failures are paired with each other, as in D_fail.
     """
     s = run.settings
@@ -126,18 +126,18 @@ def make_pairs(run: Run, experts: list[Trajectory],
     of_target = [t for name in agents[:1] for t in played[name]]
     of_rest = [t for name in played if name not in agents[:1] for t in played[name]]
     made = []
-    for expert, own, more in coevolve.by_task(experts, of_target, of_rest):
+    for expert, e_tgt, e_fail in coevolve.by_task(experts, of_target, of_rest):
         if len(agents) > 1:
-            made.append(coevolve.d_tgt(expert, own, more, s))
+            made.append(coevolve.d_tgt(expert, e_tgt, e_fail, s))
             continue
-        made.append(coevolve.d_tgt(expert, own + more, [], s))
-        failures, reasons = coevolve.d_fail(own, more, s)
+        e_tgt += e_fail
+        pairs, reasons = coevolve.d_tgt(expert, e_tgt, [], s)
+        failures, more_reasons = coevolve.d_fail([], e_tgt, s)
         if s.failure_pair_weights == "rollouts":  # the same weights as in coevolve.d_tgt
-            count = math.comb(len(own + more), 2)
             for pair in failures:
-                pair.weight = 1.0 / count
-        made.append((failures, reasons))
-    return coevolve.joined(run, made)
+                pair.weight = 1.0 / math.comb(len(e_tgt), 2)
+        made.append((pairs + failures, reasons + more_reasons))
+    return coevolve.joined(run, experts, made)
 
 
 # ------------------------------------------------------------------------------ the trajectories
@@ -200,8 +200,11 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
     """
     check_fields(row, ("task", "messages", "reward"), PLAYED)
     task, agent, reward = row["task"], row.get("agent", "target"), row["reward"]
-    if not isinstance(task, str) or not isinstance(agent, str) or agent == "pairs-target":
-        raise ValueError(f"task {task!r} and agent {agent!r} must be names")
+    if not isinstance(task, str):
+        raise ValueError(f"task {task!r} must be a name")
+    if not isinstance(agent, str) or not re.fullmatch(r"(?!pairs)\w[\w .:@+-]*", agent):
+        raise ValueError(f"agent {agent!r} must be a name of letters and digits, since it names a "
+                         "file of the run")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not 0 <= reward <= 1:
         raise ValueError(f"reward {reward!r} is not a number from 0 to 1")
 
@@ -233,9 +236,9 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
 
 # ------------------------------------------------------------------------------------- command
 
-READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens", "sft_epochs",
-         "sft_batch", "sft_lr", "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs",
-         "dpo_steps", "dpo_batch", "dpo_lr", "dpo_warmup", "beta", "lambda_dpo",
+READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens", "hard_threshold", "sft_epochs",
+         "sft_batch", "sft_lr", "weight_decay", "max_grad_norm", "dpo_epochs",
+         "dpo_steps", "dpo_batch", "dpo_lr", "beta", "lambda_dpo",
          "lambda_sft", "log_prob_reduction", "reference", "denominator", "expert_beaten",
          "pair_weights", "failure_pair_weights", "cut_turns", "rejected_ends", MachineSettings)
 
