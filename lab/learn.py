@@ -236,11 +236,11 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
 
 # ------------------------------------------------------------------------------------- command
 
-READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens", "hard_threshold", "sft_epochs",
-         "sft_batch", "sft_lr", "weight_decay", "max_grad_norm", "dpo_epochs",
-         "dpo_steps", "dpo_batch", "dpo_lr", "beta", "lambda_dpo",
-         "lambda_sft", "log_prob_reduction", "reference", "denominator", "expert_beaten",
-         "pair_weights", "failure_pair_weights", "cut_turns", "rejected_ends", MachineSettings)
+READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens",
+         "hard_threshold", "sft_epochs", "sft_batch", "sft_lr", "weight_decay", "max_grad_norm",
+         "dpo_epochs", "dpo_steps", "dpo_batch", "dpo_lr", "beta", "lambda_dpo", "lambda_sft",
+         "log_prob_reduction", "reference", "denominator", "expert_beaten", "pair_weights",
+         "failure_pair_weights", "cut_turns", "rejected_ends", MachineSettings)
 
 
 @dataclass(frozen=True)
