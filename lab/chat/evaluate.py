@@ -413,9 +413,9 @@ class Chat(Stated):
 
 
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
-          "max_new_tokens", "slots", "temperature", "rollouts", "track")
+          "max_new_tokens", "slots", "temperature", "rollouts", "hard_threshold", "seed", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"),
+    "evaluate": Method(evaluations, (*PLAYED, "bf16", "tokens_per_forward"),
                        "no training: evaluates a model or an agent's folder"),
     "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused",
                                  "timeout"),
