@@ -113,6 +113,21 @@ def explorations_in(phases: dict) -> list[dict]:
     return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
 
 
+def evaluations_in(phases: dict) -> list[dict]:
+    """Returns the records of the phases that evaluated an agent on a split."""
+    return phases_with(phases, "split", "name", "episodes", "reward", "success")
+
+
+def target_of(phases: dict) -> str:
+    """Returns the name of a run's target agent.
+
+    It is the agent called "target". If a modified copy of coevolve.py has renamed its agents, it is
+    the agent that the run evaluates first.
+    """
+    names = [row["name"] for row in evaluations_in(phases)]
+    return names[0] if names and "target" not in names else "target"
+
+
 def agents_of(phases: dict) -> list[str]:
     """Returns the names of a run's agents, in the order of their first phases."""
     return list(dict.fromkeys(row["name"] for row in phases_with(phases, "name")))

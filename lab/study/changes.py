@@ -1,5 +1,5 @@
 """Finds the differences between runs: in settings, in code, in the first output that differs, and
-in the greedy episodes of the evaluation.
+in the episodes of the last evaluation.
 
 `run.sh compare` prints these differences first. They reveal mistakes, such as two arms that were
 meant to differ but are identical. An arm is a method with some settings (see `methods.py`), and it
@@ -15,16 +15,18 @@ from common.files import file_hash, read_jsonl
 from engine.code import code_differences
 from engine.console import phrase
 from lab.page.report import Table
-from lab.runfiles import config_of, phases_of, phases_with, rows_in
+from lab.runfiles import config_of, phases_of, rows_in
 from lab.study.methods import Runs, setting_differences
 
 PAIR = {"kind", "chosen", "rejected", "weight", "sft_weight"}  # keys of a pair
 EPISODE = {"task", "messages", "reward"}                       # keys of an episode
 
 
-def changes(runs: Runs) -> Table:
-    """Returns a table of the differences between each arm and the first arm."""
+def changes(runs: Runs, last: list[dict]) -> Table:
+    """Returns a table of the differences between each arm and the first arm. `last` has the last
+    evaluations of the runs."""
     first, *others = runs
+    agents = dict.fromkeys(e["agent"] for e in last)
     rows = []
     for arm, by_seed in runs.items():
         run, *other_seeds = by_seed.values()
@@ -41,10 +43,26 @@ def changes(runs: Runs) -> Table:
         if not common:
             rows.append((arm, "outputs", "no seed in common"))
         for seed in common:
-            pair = runs[first][seed], runs[arm][seed]
-            rows.append((arm, f"first output, seed {seed}", first_difference(*pair)))
-            rows.append((arm, f"greedy episodes, seed {seed}", episode_changes(*pair)))
+            before, after = runs[first][seed], runs[arm][seed]
+            rows.append((arm, f"first output, seed {seed}", first_difference(before, after)))
+            for name, run, other in (first, before, after), (arm, after, before):
+                lacking = [output for output in phases_of(run) if output not in phases_of(other)]
+                if lacking:
+                    rows.append((arm, f"only in {name}, seed {seed}", listed(lacking)))
+            for agent in agents:
+                played = [e for e in last if (e["agent"], e["seed"]) == (agent, seed)]
+                of_first = [e for e in played if e["arm"] == first]
+                of_arm = [e for e in played if e["arm"] == arm]
+                if of_first and of_arm:
+                    rows.append((arm, f"episodes of {agent}, seed {seed}",
+                                 episode_changes(of_first, of_arm)))
     return f"What differs from {first}", ["<method", "<what", "<difference"], rows
+
+
+def listed(outputs: list[str]) -> str:
+    """Returns the first four names in a list, and the number of the others."""
+    more = f" and {len(outputs) - 4} more" if len(outputs) > 4 else ""
+    return ", ".join(outputs[:4]) + more
 
 
 def code_changes(run: Path, others) -> list[str]:
@@ -59,17 +77,12 @@ def code_changes(run: Path, others) -> list[str]:
 
 def first_difference(before: Path, after: Path) -> str:
     """Finds the first output that both runs have and that differs between them. Returns its name
-    and a description of the difference. If no common output differs, the text names an output that
-    exists in only one of the runs."""
-    outputs, others = phases_of(before), phases_of(after)
-    for output in outputs:
+    and a description of the difference."""
+    others = phases_of(after)
+    for output in phases_of(before):
         difference = output in others and output_change(before / output, after / output)
         if difference:
             return f"{output}: {difference}"
-    for run, own, theirs in (before, outputs, others), (after, others, outputs):
-        for output in own:
-            if output not in theirs:
-                return f"no output of both differs; only {run} has {output}"
     return "no output of both differs"
 
 
@@ -92,18 +105,13 @@ def output_change(before: Path, after: Path) -> str:
         if pairs != other_pairs:
             return f"{pairs} -> {other_pairs}"
         changed = sum(row != other for row, other in zip(rows, others))
-        weight, other_weight = weight_of(rows), weight_of(others)
+        weight, other_weight = (sum(row["weight"] for row in side) for side in (rows, others))
         return f"{changed} of {pairs} differ, weights {weight:.4g} -> {other_weight:.4g}"
     return f"{len(rows)} -> {len(others)} lines, of other content"
 
 
 def pair_counts(rows: list[dict]) -> str:
     return phrase("pairs", Counter(row["kind"] for row in rows), {})
-
-
-def weight_of(rows: list[dict]) -> float:
-    """Returns the sum of the weights of all pairs in a pairs file."""
-    return sum(row["weight"] for row in rows)
 
 
 def agent_change(before: Path, after: Path) -> str:
@@ -133,28 +141,25 @@ def weight_change(before: Path, after: Path) -> str:
     largest = None
     for file in before.glob("*.safetensors"):
         other = after / file.name
-        if not other.exists():
-            return "other files of weights"
+        if not other.exists() or file.stat().st_size != other.stat().st_size:
+            return "weight files of other sizes"
         if file_hash(file) == file_hash(other):
             continue
         with safe_open(file, "pt") as weights, safe_open(other, "pt") as others:
-            if shapes_in(weights) != shapes_in(others):
-                return "other names or shapes of weights"
             for name in weights.keys():
                 difference = weights.get_tensor(name) - others.get_tensor(name)
                 largest = max(largest or 0.0, difference.abs().max().item())
     return "" if largest is None else f"weights differ by at most {largest:.2g}"
 
 
-def shapes_in(weights) -> dict[str, list[int]]:
-    return {name: weights.get_slice(name).get_shape() for name in weights.keys()}
-
-
 def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
     """Returns a dict of episodes. The key (task, agent, iteration, rollout) identifies an episode.
     The value is (messages, reward)."""
-    return {tuple(row.get(key) for key in ("task", "agent", "iteration", "rollout")):
-            (row["messages"], row["reward"]) for row in rows}
+    episodes = {}
+    for row in rows:
+        key = row["task"], row.get("agent"), row.get("iteration"), row.get("rollout")
+        episodes[key] = row["messages"], row["reward"]
+    return episodes
 
 
 def count_changed(episodes: dict, others: dict) -> str:
@@ -168,20 +173,24 @@ def count_changed(episodes: dict, others: dict) -> str:
     return f"{count} of {len(common)}{more}" if count or lacking else ""
 
 
-def episode_changes(before: Path, after: Path) -> str:
-    """Compares the greedy episodes of two runs in the last iteration that both have evaluated.
-    Returns a text with the number of episodes that differ."""
-    common = [row for row in phases_with(phases_of(before), "split", "name", "episodes")
-              if (before / row["output"]).is_file() and (after / row["output"]).is_file()]
-    if not common:
-        return "none that both have"
-    i = max(row["i"] for row in common)
-    episodes, others = {}, {}
-    for row in common:
-        if row["i"] == i:
-            episodes |= episodes_in(read_jsonl(before / row["output"]))
-            others |= episodes_in(read_jsonl(after / row["output"]))
-    count = count_changed(episodes, others)
+def episode_changes(evals: list[dict], others: list[dict]) -> str:
+    """Compares the last evaluations of an agent in two runs, which may have been made after
+    different iterations. Returns a text with the number of episodes that differ."""
+    sampling = dict.fromkeys(e["sampling"] for e in [*evals, *others])
+    if len(sampling) > 1:
+        return f"not compared: {' - '.join(sampling)}"
+    iterations = " - ".join(dict.fromkeys(str(e["i"]) for e in [*evals, *others]))
+    episodes, other_episodes = played_in(evals), played_in(others)
+    count = count_changed(episodes, other_episodes)
     if not count:
-        return f"all {len(episodes)} are identical, iteration {i}"
-    return f"{count} have other text, iteration {i}"
+        return f"all {len(episodes)} are identical, iteration {iterations}"
+    return f"{count} have other text, iteration {iterations}"
+
+
+def played_in(evals: list[dict]) -> dict[tuple, tuple]:
+    """Returns the episodes of an agent's evaluations on all splits. Agents of two runs may have
+    other names and iterations, so these are left out of the keys."""
+    rows = []
+    for e in evals:
+        rows += [row | dict(agent="", iteration=0) for row in rows_in(e["file"])]
+    return episodes_in(rows)

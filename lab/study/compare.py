@@ -6,8 +6,10 @@
                                           same name are grouped as its seeds, for example
                                           base=A0 base=A1 ipo=B0 ipo=B1.
     bash run.sh study webshop --report    Compare the finished runs of a study.
+    bash run.sh compare STUDY STUDY ...   The same for studies in several environments.
 
-The report folder contains report.txt, report.json and the figures (SVG).
+Each environment has its own tables. With several environments, the report also has the average over
+them. The report folder contains report.txt, report.json and the figures (SVG).
 """
 
 import argparse
@@ -20,28 +22,44 @@ from pathlib import Path
 
 import numpy as np
 
+from common.settings import UsageError
 from lab.page import figures
 from lab.page.report import Table
-from lab.runfiles import command, is_finished, phases_of, visible
+from lab.runfiles import command, config_of, is_finished, phases_of, visible
 from lab.study import numbers
 from lab.study.changes import changes
-from lab.study.methods import Runs, arm_of, each, named, setting_differences
-from lab.study.numbers import interval, paired, values_by_seed
+from lab.study.methods import (
+    COMPARED,
+    PRIMARY,
+    Runs,
+    arm_of,
+    each,
+    finished,
+    named,
+    setting_differences,
+)
+from lab.study.numbers import MEASURES, grouped, interval, paired
 
-MEASURES = ("reward", "success")
-NOTE = ("Each number is the mean over seeds ± half the width of its 95% t interval. A difference "
-        "also has the number of seeds on which the first arm is ahead, and * if there are at least "
-        "three seeds and the interval excludes 0. The intervals are not corrected for multiple "
-        "comparisons: without any real difference, about one difference in 20 has a *.")
+NOTE = f"""Each number is the mean over seeds. ± is half the width of its 95% t interval over seeds,
+which describes the randomness of training, on these tasks. [low, high] is a 95% bootstrap interval
+over seeds and tasks, which describes the choice of the tasks as well ({numbers.SAMPLES:,} samples;
+with one seed, it is over tasks alone). A difference also has the number of seeds on which the first
+arm is ahead, and * if there are at least three seeds and its t interval excludes 0. Only p values
+are corrected for multiple comparisons: without any real difference, about one difference in 20 has
+a *."""
 
 
-def write_report(title: str, runs: Runs, out: Path, compared: list | None = None) -> None:
+def write_report(
+    title: str,
+    envs: dict[str, Runs],
+    out: Path,
+    compared: list[tuple[str, str]] | None = None,
+) -> None:
     """Prints the report on runs, and writes it into a folder.
 
     Args:
         title: The first line of the report.
-        runs: The folders of the runs, as runs[arm][seed]. The arm may be a name that the user
-            chose.
+        envs: The runs of each environment.
         out: The report folder.
         compared: Pairs of arms (a, b). The report has the differences a - b of each pair. If
             `compared` is None, all arms are compared with each other, and the report begins with
@@ -49,32 +67,45 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
     """
     out.mkdir(parents=True, exist_ok=True)
     tables = []
-    of_shares = [("coevolve", "eto")]  # the paper compares these in Table 2
-    if compared is None:
-        compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
-        of_shares = compared
-        tables += [("Settings in which they differ", ["<setting", "<method", "<value"],
-                    setting_differences(runs)), changes(runs)]
-    compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b]
-    tables.append(states(runs))
-    evals, notes = numbers.on_common_tasks(numbers.evaluations(runs))
-    tables += [of_target(numbers.after_the_last(evals)), of_pairs(evals, compared), of_costs(runs),
-               table_2(runs, of_shares), figure_3(runs, out), over_iterations(evals, out)]
+    last = {}  # environment -> the last evaluations of its runs
+    for env, runs in envs.items():
+        evals = numbers.evaluations(runs)
+        last[env] = numbers.after_the_last(evals)
+        pairs = pairs_of(runs, compared)
+        of_shares = pairs if compared is None else [("coevolve", "eto")]  # as in Table 2
+        of_env = [states(runs), of_agents(last[env]), of_pairs(last[env], pairs), of_costs(runs),
+                  table_2(runs, of_shares), figure_3(runs, out / f"figure3-{env}.svg"),
+                  over_iterations(env, evals, runs, out)]
+        if compared is None:
+            of_env = [settings_of(runs), changes(runs, last[env]), *of_env]
+        tables += [(f"{env}: {name}", columns, rows) for name, columns, rows in of_env]
+    if len(envs) > 1:
+        averaged = numbers.average([*last.values()])
+        arms = dict.fromkeys(itertools.chain(*envs.values()))
+        for name, columns, rows in of_agents(averaged), of_pairs(averaged, pairs_of(arms, compared)):
+            tables.append((f"average of {', '.join(envs)}: {name}", columns, rows))
+    tables.append(primary(last))
 
-    texts = [title, *notes]
+    texts = [title]
     as_json = {}
     for name, columns, rows in tables:
         if rows:
             texts.append(as_text(name, columns, rows))
             keys = [column.lstrip("<") for column in columns]
             as_json[name] = [dict(zip(keys, row)) for row in rows]
-    if any(len(by_seed) > 1 for by_seed in runs.values()):
-        texts.append(textwrap.fill(NOTE, 100))
+    texts.append(textwrap.fill(NOTE, 100))
     text = "\n\n".join(texts) + "\n"
     (out / "report.txt").write_text(text, encoding="utf-8")
     (out / "report.json").write_text(json.dumps(as_json, indent=1))
     print(text)
     print(f"{visible(str(out))} contains this report, its numbers and its figures")
+
+
+def pairs_of(arms, compared: list | None) -> list[tuple[str, str]]:
+    """Returns the pairs of arms to compare: those in `compared`, or all pairs of `arms`."""
+    if compared is None:
+        return [(later, first) for first, later in itertools.combinations(arms, 2)]
+    return [(a, b) for a, b in dict.fromkeys(compared) if a != b]
 
 
 # ------------------------------------------------------------------------------------ as text
@@ -97,19 +128,18 @@ def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
 
 
 def cell(x) -> str:
-    """Formats a table cell. `x` is a text, a number, a result of `interval` or `paired`, or None,
-    which is printed as "-"."""
-    if x is None:
-        return "-"
+    """Formats a table cell. `x` is a text, a number, or a result of `interval` or `paired`."""
     if isinstance(x, str):
         return x
     if not isinstance(x, dict):
         return f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
-    text = f"{x['mean']:+.3f}" if "ahead" in x else f"{x['mean']:.3f}"
-    if x["half"] is None:  # there is only one seed, so there is no interval
-        return text
-    text += f" ± {x['half']:.3f}"
-    if "ahead" in x:
+    sign = "+" if "ahead" in x else ""
+    text = f"{x['mean']:{sign}.3f}"
+    if x["half"] is not None:  # there are several seeds
+        text += f" ± {x['half']:.3f}"
+    if "low" in x:
+        text += f" [{x['low']:{sign}.3f}, {x['high']:{sign}.3f}]"
+    if "ahead" in x and x["n"] > 1:
         text += f" ({x['ahead']} of {x['n']})" + " *" * x["sure"]
     return text
 
@@ -123,9 +153,8 @@ def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) ->
     Returns one tuple per group: the values of `keys`, and the `interval` of each measure.
     """
     result = []
-    for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
-        where = dict(zip(keys, group))
-        values = [values_by_seed(rows, measure, **where).values() for measure in measures]
+    for group, by_seed in grouped(rows, *keys).items():
+        values = [[row[measure] for row in by_seed.values()] for measure in measures]
         result.append((*group, *map(interval, values)))
     return result
 
@@ -133,40 +162,35 @@ def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) ->
 def leads(
     rows: list[dict],
     compared: list[tuple[str, str]],
-    key: str,
-    measures: tuple[str, ...],
+    keys: tuple[str, ...],
 ) -> list[tuple]:
-    """Computes the differences a - b between pairs of arms, on the seeds that both arms have.
+    """Pairs the rows of two arms a and b that have the same seed, and the same values of `keys`.
 
-    If `key` is "split", for example, there is one difference per split. Returns one tuple per pair
-    of arms and value of `key`: the text "a - b", the value, and for each measure the difference
-    (see `paired`).
+    Returns one tuple per pair of arms and group: the text "a - b", the values of `keys`, and the
+    list of pairs of rows.
     """
+    groups = grouped(rows, "arm", *keys)
+    values = dict.fromkeys(tuple(row[key] for key in keys) for row in rows)
     result = []
-    for (a, b), group in itertools.product(compared, dict.fromkeys(row[key] for row in rows)):
-        differences = []
-        for measure in measures:
-            values = (values_by_seed(rows, measure, arm=arm, **{key: group}) for arm in (a, b))
-            differences.append(paired(*values))
-        if differences[0]:
-            result.append((f"{a} - {b}", group, *differences))
+    for (a, b), value in itertools.product(compared, values):
+        of_a, of_b = groups[a, *value], groups[b, *value]
+        pairs = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
+        if pairs:
+            result.append((f"{a} - {b}", *value, pairs))
     return result
 
 
-def of_pairs(evals: list[dict], compared: list[tuple[str, str]]) -> Table:
-    """Returns a table of the differences a - b between pairs of arms (a, b) in reward and success,
-    with one row per pair and split. It is computed after the last iterations of both arms (see
-    `numbers.last_of_both`)."""
-    rows = []
-    for a, b in compared:
-        last = numbers.last_of_both(evals, a, b)
-        for name, split, *differences in leads(last, [(a, b)], "split", MEASURES):
-            of_a, of_b = (values_by_seed(last, "i", arm=arm, split=split) for arm in (a, b))
-            iterations = [f"{of_a[seed]}" if of_a[seed] == of_b[seed] else
-                          f"{of_a[seed]} - {of_b[seed]}" for seed in of_a if seed in of_b]
-            rows.append((name, split, ", ".join(iterations), *differences))
-    return ("Differences on the same seeds, after the last iteration",
-            ["<difference", "<split", "<iterations", "<reward", "<success"], rows)
+def differences(rows: list[dict], compared: list, keys: tuple, measures: tuple) -> list[tuple]:
+    """Returns the rows of a table with the differences of some measures, see `leads`."""
+    result = []
+    for *names, pairs in leads(rows, compared, keys):
+        result.append((*names, *(paired(pairs, measure) for measure in measures)))
+    return result
+
+
+def settings_of(runs: Runs) -> Table:
+    return ("Settings in which they differ", ["<setting", "<method", "<value"],
+            setting_differences(runs))
 
 
 def states(runs: Runs) -> Table:
@@ -185,16 +209,46 @@ def states(runs: Runs) -> Table:
     return "Runs to note", ["<method", "<seed", "<note"], rows
 
 
-def of_target(last: list[dict]) -> Table:
-    """Returns a table of the target agent's results, with one row per arm and split. `last` has the
-    last evaluation of each run on each split."""
+def of_agents(last: list[dict]) -> Table:
+    """Returns a table of the results of each agent, with one row per arm, agent and split. `last`
+    has the last evaluations, see `numbers.after_the_last`."""
     rows = []
-    for arm, split, *results in means(last, ("arm", "split"), MEASURES):
-        iterations = values_by_seed(last, "i", arm=arm)
-        seeds = " ".join(map(str, iterations))
-        rows.append((arm, seeds, " ".join(map(str, iterations.values())), split, *results))
-    return ("Greedy evaluation of the target after its last iteration",
-            ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows)
+    for names, by_seed in grouped(last, "arm", "agent", "split", "sampling").items():
+        seeds = " ".join(map(str, by_seed))
+        iterations = " ".join(str(e["i"]) for e in by_seed.values())
+        values = [[e[measure] for e in by_seed.values()] for measure in MEASURES]
+        rows.append((*names, seeds, iterations, *map(interval, values)))
+    return ("Evaluation after the last iteration",
+            ["<method", "<agent", "<split", "<sampling", "<seeds", "<iterations", "<reward",
+             "<success"], rows)
+
+
+def of_pairs(last: list[dict], compared: list[tuple[str, str]]) -> Table:
+    """Returns a table of the differences a - b between pairs of arms (a, b) in reward and success,
+    with one row per pair, agent and split."""
+    rows = []
+    for *names, pairs in leads(last, compared, ("agent", "split")):
+        iterations = [" - ".join(dict.fromkeys([str(a["i"]), str(b["i"])])) for a, b in pairs]
+        rows.append((*names, ", ".join(iterations),
+                     *(paired(pairs, measure) for measure in MEASURES)))
+    return ("Differences on the same seeds, after the last iteration",
+            ["<difference", "<agent", "<split", "<iterations", "<reward", "<success"], rows)
+
+
+def primary(last: dict[str, list[dict]]) -> Table:
+    """Returns a table of the primary comparisons of a study. `last` has the last evaluations in
+    each environment."""
+    rows = []
+    for env, evals in last.items():
+        for name, agent, split, pairs in leads(evals, PRIMARY, ("agent", "split")):
+            if (agent, split) == ("target", "test") and len(pairs) > 1:
+                lead = paired(pairs, "reward")
+                rows.append((env, name, lead, numbers.p_value(lead)))
+    corrected = numbers.holm([p for *_, p in rows])
+    return ("Primary comparisons: reward on test, p of a paired t test over seeds, and p corrected "
+            "with Holm's method for all rows of this table",
+            ["<environment", "<difference", "<reward", "p", "corrected p"],
+            [(*row, p) for row, p in zip(rows, corrected)])
 
 
 def of_costs(runs: Runs) -> Table:
@@ -214,55 +268,57 @@ def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
     measures = ("success", "negative", "hard negative")
     shares = numbers.shares(runs)
     rows = means(shares, ("arm", "threshold"), measures)
-    rows += leads(shares, compared, "threshold", measures)
+    rows += differences(shares, compared, ("threshold",), measures)
     return ("Table 2: explored trajectories, all agents and iterations of a method",
             ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
 
 
-def figure_3(runs: Runs, out: Path) -> Table:
+def figure_3(runs: Runs, file: Path) -> Table:
     """Draws the paper's Figure 3, the distances between the failures of a task. Returns a table of
     the mean distances."""
     found = numbers.distances_of(runs)
-    rows = []
-    distances = {}  # for each agent, the mean distances between the failures of a task, all seeds
-    for name, by_seed in found.items():
-        distances[name] = list(itertools.chain(*(of_seed.values() for of_seed in by_seed.values())))
-        of_seeds = [np.mean([*of_seed.values()]) for of_seed in by_seed.values() if of_seed]
-        rows.append((name, interval(of_seeds), len(distances[name])))
-    if rows:
-        differences = []
-        for eto, failure in zip(found["eto"].values(), found["coevolve: failure"].values()):
-            both = [failure[task] - eto[task] for task in eto.keys() & failure.keys()]
-            if both:
-                differences.append(np.mean(both))
-        rows.append(("coevolve: failure - eto, where both failed at least twice",
-                     interval(differences), None))
+    rows = means(found, ("arm",), ("distance",))
+    rows += differences(found, [("coevolve: failure", "eto")], (), ("distance",))
+    if found:
+        boxes = defaultdict(list)  # label -> distances of the tasks of all seeds
+        for row in found:
+            boxes[row["arm"].replace(": ", ":\n")] += row["tasks"]
         drawing, (ax,) = figures.figure(1, width=6.0)
-        ax.boxplot([*distances.values()], showmeans=True)
-        ax.set_xticks(range(1, len(distances) + 1),
-                      [name.replace(": ", ":\n") for name in distances])
-        figures.write(drawing, out / "figure3.svg")
+        ax.boxplot([*boxes.values()], showmeans=True)
+        ax.set_xticks(range(1, len(boxes) + 1), [*boxes])
+        figures.write(drawing, file)
     return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
-            "SFT agent", ["<agent", "<mean of seeds", "instructions"], rows)
+            "SFT agent", ["<agent", "<distance"], rows)
 
 
-def over_iterations(evals: list[dict], out: Path) -> Table:
-    """Returns a table of the target agent's reward and success after each iteration, and draws the
-    rewards as curves."""
-    rows = means(evals, ("arm", "i", "split"), MEASURES)
-    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> [(i, mean, half), ...]
-    for arm, i, split, reward, _ in rows:
-        curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
-    if rows:
+def over_iterations(env: str, evals: list[dict], runs: Runs, out: Path) -> Table:
+    """Returns a table of each agent's reward and success after each iteration, and draws the
+    rewards of the targets as curves, with one panel per split."""
+    rows = means(evals, ("arm", "agent", "i", "split"), MEASURES)
+    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> points of its curve
+    y = "reward"
+    for arm, agent, i, split, reward, _ in rows:
+        if agent == "target":
+            half = reward["half"] or 0
+            curves[split][arm].append((i, reward["mean"], min(half, reward["mean"]), half))
+            if half:
+                y = "reward, 95% t interval over seeds"
+    if curves:
         drawing, axes = figures.figure(len(curves), height=5)
+        models = {config_of(run)["settings"]["model"] for *_, run in each(runs)}
+        drawing.suptitle(visible(f"Target agent on {env}, model {', '.join(sorted(models))}"))
         for ax, (split, of_split) in zip(axes, curves.items()):
             for n, (arm, points) in enumerate(of_split.items()):
-                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3,
-                            label=visible(arm), linestyle=figures.LINES[n // 10 % 3])
-            figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
+                i, reward, below, above = zip(*figures.shifted(points, n, len(of_split)))
+                style = figures.LINES[n // len(figures.COLOURS) % len(figures.LINES)]
+                seeds = " ".join(map(str, runs[arm]))
+                ax.errorbar(i, reward, (below, above), marker="o", color=f"C{n}", capsize=3,
+                            label=visible(f"{arm}, seed {seeds}"), linestyle=style)
+            figures.label(ax, split, "iteration (0: the start)", y)
         figures.legend(axes[0])
-        figures.write(drawing, out / "curves.svg")
-    return "Over iterations", ["<method", "iteration", "<split", "<reward", "<success"], rows
+        figures.write(drawing, out / f"curves-{env}.svg")
+    return ("Over iterations",
+            ["<method", "<agent", "iteration", "<split", "<reward", "<success"], rows)
 
 
 # ------------------------------------------------------------------------------------ command
@@ -270,10 +326,9 @@ def over_iterations(evals: list[dict], out: Path) -> Table:
 
 def split_name(word: str) -> tuple[str, Path]:
     """Parses an argument NAME=RUN or RUN, and returns the name and the run's folder. Without NAME,
-    the name is the run's arm or method. An argument that contains "=" and is an existing path is a
-    RUN."""
-    name, sign, path = word.partition("=")
-    if not sign or not name or not path or "/" in name or Path(word).exists():
+    the name is the run's arm or method. An argument that is an existing path is a RUN."""
+    name, _, path = word.partition("=")
+    if Path(word).exists() or not path:
         return arm_of(Path(word)), Path(word)
     return name, Path(path)
 
@@ -281,14 +336,23 @@ def split_name(word: str) -> tuple[str, Path]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="folders of runs, or NAME=FOLDER")
+    parser.add_argument("runs", nargs="+", help="folders of runs, or NAME=FOLDER, or studies")
     parser.add_argument("--out", type=Path,
                         help="folder of the report [`report`, next to the runs]")
     args = parser.parse_args(argv)
-    given = [split_name(word) for word in args.runs]
-    parent = os.path.commonpath([path.resolve().parent for _, path in given])
-    out = args.out or Path(parent, "report")
-    write_report("Comparison of runs", named(given), out)
+    studies = [finished(Path(word)) for word in args.runs]  # {} for a folder that is no study
+    if all(studies):
+        envs = dict(itertools.chain(*(study.items() for study in studies)))
+        if len(envs) < len(studies):
+            raise UsageError("several of these studies are in the same environment; name the runs "
+                             "to compare: NAME=RUN NAME=RUN")
+        paths = [Path(word) for word in args.runs]
+    else:
+        given = [split_name(word) for word in args.runs]
+        envs = named(given)
+        paths = [path for _, path in given]
+    out = args.out or Path(os.path.commonpath([path.resolve().parent for path in paths]), "report")
+    write_report("Comparison of runs", envs, out, COMPARED if all(studies) else None)
 
 
 if __name__ == "__main__":
