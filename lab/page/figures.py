@@ -66,9 +66,12 @@ def shifted(points: list[tuple], n: int, count: int) -> list[tuple]:
 
 
 def label(ax, title: str, x: str = "", y: str = "") -> None:
-    """Writes the labels of a panel. Its y axis goes below 0 only if a value is below 0."""
+    """Writes the labels of a panel. Its y axis goes below 0 only if a curve does, because a reward
+    or a rate is never below 0. Intervals are cut off there."""
     ax.set(title=title, xlabel=x, ylabel=y)
-    if ax.dataLim.y0 >= 0:
+    # The caps of error bars are lines without a line style.
+    curves = [line for line in ax.lines if line.get_linestyle() != "None"]
+    if curves and min(min(line.get_ydata()) for line in curves) >= 0:
         ax.set_ylim(bottom=max(0, ax.get_ylim()[0]))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 

@@ -6,27 +6,24 @@ meant to differ but are identical. An arm is a method with some settings (see `m
 has one run per seed.
 """
 
-from collections import Counter
+import itertools
 from pathlib import Path
 
 from safetensors import safe_open
 
-from common.files import file_hash, read_jsonl
+from common.files import file_hash
 from engine.code import code_differences
 from engine.console import phrase
-from lab.page.report import Table
+from lab.page.report import RECORDS, Table
 from lab.runfiles import config_of, phases_of, rows_in
 from lab.study.methods import Runs, setting_differences
-
-PAIR = {"kind", "chosen", "rejected", "weight", "sft_weight"}  # keys of a pair
-EPISODE = {"task", "messages", "reward"}                       # keys of an episode
+from lab.study.numbers import paired, text_of
 
 
 def changes(runs: Runs, last: list[dict]) -> Table:
     """Returns a table of the differences between each arm and the first arm. `last` has the last
     evaluations of the runs."""
     first, *others = runs
-    agents = dict.fromkeys(e["agent"] for e in last)
     rows = []
     for arm, by_seed in runs.items():
         run, *other_seeds = by_seed.values()
@@ -49,14 +46,9 @@ def changes(runs: Runs, last: list[dict]) -> Table:
                 lacking = [output for output in phases_of(run) if output not in phases_of(other)]
                 if lacking:
                     rows.append((arm, f"only in {name}, seed {seed}", listed(lacking)))
-            for agent in agents:
-                played = [e for e in last if (e["agent"], e["seed"]) == (agent, seed)]
-                of_first = [e for e in played if e["arm"] == first]
-                of_arm = [e for e in played if e["arm"] == arm]
-                if of_first and of_arm:
-                    rows.append((arm, f"episodes of {agent}, seed {seed}",
-                                 episode_changes(of_first, of_arm)))
-    return f"What differs from {first}", ["<method", "<what", "<difference"], rows
+        for _, (agent, split), pairs in paired(last, [(arm, first)], ["agent", "split"]):
+            rows.append((arm, f"episodes of {agent}, {split}", episode_changes(pairs)))
+    return f"What differs from {first}", ["method", "what", "difference"], rows
 
 
 def listed(outputs: list[str]) -> str:
@@ -78,119 +70,84 @@ def code_changes(run: Path, others) -> list[str]:
 def first_difference(before: Path, after: Path) -> str:
     """Finds the first output that both runs have and that differs between them. Returns its name
     and a description of the difference."""
-    others = phases_of(after)
-    for output in phases_of(before):
-        difference = output in others and output_change(before / output, after / output)
-        if difference:
-            return f"{output}: {difference}"
+    records, others = phases_of(before), phases_of(after)
+    for output in records:
+        if output in others:
+            change = content_change(before / output, after / output)
+            numbers = number_changes(records[output], others[output])
+            if change or numbers:
+                return f"{output}: {listed([*change, *numbers])}"
     return "no output of both differs"
 
 
-def output_change(before: Path, after: Path) -> str:
+def content_change(before: Path, after: Path) -> list[str]:
     """Describes the difference between an output (a file, or an agent's folder) and the same output
-    of another run. Returns "" if they are equal. Two episodes are equal if their messages and
-    rewards are equal. Their log-probabilities are not compared, because rounding changes them."""
-    if not before.exists() or not after.exists():
-        return "" if before.exists() == after.exists() else "one run has deleted it"
+    of another run, or returns []. The log-probabilities in trajectories are not compared, because
+    rounding changes them."""
+    if not before.exists() or not after.exists():  # the user has deleted it
+        return []
     if before.is_dir():
-        return agent_change(before, after)
-    if file_hash(before) == file_hash(after):
-        return ""
-    rows, others = read_jsonl(before), read_jsonl(after)
-    if all(EPISODE <= row.keys() for row in rows + others):
-        count = count_changed(episodes_in(rows), episodes_in(others))
-        return count and f"{count} episodes differ"
-    if all(PAIR <= row.keys() for row in rows + others):
-        pairs, other_pairs = pair_counts(rows), pair_counts(others)
-        if pairs != other_pairs:
-            return f"{pairs} -> {other_pairs}"
-        changed = sum(row != other for row, other in zip(rows, others))
-        weight, other_weight = (sum(row["weight"] for row in side) for side in (rows, others))
-        return f"{changed} of {pairs} differ, weights {weight:.4g} -> {other_weight:.4g}"
-    return f"{len(rows)} -> {len(others)} lines, of other content"
+        return weight_change(before, after)
+    rows = [row | dict(log_probs=[]) for row in rows_in(before)]
+    others = [row | dict(log_probs=[]) for row in rows_in(after)]
+    return [f"{changed(rows, others)} lines differ"] if rows != others else []
 
 
-def pair_counts(rows: list[dict]) -> str:
-    return phrase("pairs", Counter(row["kind"] for row in rows), {})
+def changed(rows: list, others: list) -> str:
+    count = sum(row != other for row, other in itertools.zip_longest(rows, others))
+    return f"{count} of {max(len(rows), len(others))}"
 
 
-def agent_change(before: Path, after: Path) -> str:
-    """Describes the difference between two agents' folders. Returns "" if the agents are equal.
-
-    The text has the numbers of training steps if they differ. It also has the values of the first
-    training step (loss, loss terms and gradient norm) and the largest difference between the
-    weights.
-    """
-    weights = weight_change(before, after)
-    log, other = rows_in(before / "train.jsonl"), rows_in(after / "train.jsonl")
-    if not weights and log == other:
-        return ""
-    parts = []
-    if len(log) != len(other):
-        parts.append(f"{len(log)} -> {len(other)} steps")
-    for step, other_step in zip(log[:1], other[:1]):
-        for name in "loss", "dpo", "sft", "norm":
-            if name in step and name in other_step:
-                parts.append(f"first {name} {step[name]:.4g} -> {other_step[name]:.4g}")
-    return "; ".join([*parts, weights or "the same weights"])
+def number_changes(record: dict, other: dict) -> list[str]:
+    """Returns the numbers that differ between two records of phases.json, for example the counts of
+    pairs, or the loss."""
+    changes = []
+    for name, value in record.items():
+        new = other.get(name)
+        if name not in ("seconds", *RECORDS) and value != new:
+            changes.append(f"{show(name, value)} -> {show(name, new)}")
+    return changes
 
 
-def weight_change(before: Path, after: Path) -> str:
-    """Returns a text with the largest absolute difference between the weights of two agents, or ""
-    if their weight files are equal. Rounding alone causes a difference of about 1e-8."""
+def show(name: str, value) -> str:
+    if isinstance(value, dict):
+        return phrase(name, value, {})
+    return f"{name} {value:.6g}" if isinstance(value, int | float) else f"{name} {value}"
+
+
+def weight_change(before: Path, after: Path) -> list[str]:
+    """Describes the largest absolute difference between the weights of two agents, or returns [] if
+    their weight files are equal. Rounding alone causes a difference of about 1e-8."""
     largest = None
     for file in before.glob("*.safetensors"):
         other = after / file.name
-        if not other.exists() or file.stat().st_size != other.stat().st_size:
-            return "weight files of other sizes"
-        if file_hash(file) == file_hash(other):
+        if not other.exists() or file_hash(file) == file_hash(other):
             continue
+        if file.stat().st_size != other.stat().st_size:
+            return ["other sizes of weight files"]
         with safe_open(file, "pt") as weights, safe_open(other, "pt") as others:
             for name in weights.keys():
                 difference = weights.get_tensor(name) - others.get_tensor(name)
                 largest = max(largest or 0.0, difference.abs().max().item())
-    return "" if largest is None else f"weights differ by at most {largest:.2g}"
+    return [] if largest is None else [f"weights differ by at most {largest:.2g}"]
 
 
-def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
-    """Returns a dict of episodes. The key (task, agent, iteration, rollout) identifies an episode.
-    The value is (messages, reward)."""
-    episodes = {}
-    for row in rows:
-        key = row["task"], row.get("agent"), row.get("iteration"), row.get("rollout")
-        episodes[key] = row["messages"], row["reward"]
-    return episodes
+def episode_changes(pairs: list[tuple[dict, dict]]) -> str:
+    """Compares the last evaluations of an agent in two arms, given as one pair per seed, which may
+    follow different iterations. Returns the number of episodes that differ in messages or reward,
+    as a text."""
+    sampling = text_of("sampling", pairs)
+    if " - " in sampling:
+        return f"not compared: {sampling}"
+    texts, others = [], []
+    for e, other in pairs:
+        texts += texts_of(e)
+        others += texts_of(other)
+    iteration = text_of("iteration", pairs)
+    if texts == others:
+        return f"all {len(texts)} are identical, iteration {iteration}"
+    return f"{changed(texts, others)} have other text, iteration {iteration}"
 
 
-def count_changed(episodes: dict, others: dict) -> str:
-    """Compares two dicts of episodes, as `episodes_in` returns them. Returns the text "N of M" if N
-    of the M common episodes differ. The number of episodes that only one dict has is added in
-    brackets. Returns "" if the dicts are equal."""
-    common = episodes.keys() & others.keys()
-    count = sum(episodes[name] != others[name] for name in common)
-    lacking = len(episodes.keys() ^ others.keys())
-    more = f" (and {lacking} that one of them lacks)" if lacking else ""
-    return f"{count} of {len(common)}{more}" if count or lacking else ""
-
-
-def episode_changes(evals: list[dict], others: list[dict]) -> str:
-    """Compares the last evaluations of an agent in two runs, which may have been made after
-    different iterations. Returns a text with the number of episodes that differ."""
-    sampling = dict.fromkeys(e["sampling"] for e in [*evals, *others])
-    if len(sampling) > 1:
-        return f"not compared: {' - '.join(sampling)}"
-    iterations = " - ".join(dict.fromkeys(str(e["i"]) for e in [*evals, *others]))
-    episodes, other_episodes = played_in(evals), played_in(others)
-    count = count_changed(episodes, other_episodes)
-    if not count:
-        return f"all {len(episodes)} are identical, iteration {iterations}"
-    return f"{count} have other text, iteration {iterations}"
-
-
-def played_in(evals: list[dict]) -> dict[tuple, tuple]:
-    """Returns the episodes of an agent's evaluations on all splits. Agents of two runs may have
-    other names and iterations, so these are left out of the keys."""
-    rows = []
-    for e in evals:
-        rows += [row | dict(agent="", iteration=0) for row in rows_in(e["file"])]
-    return episodes_in(rows)
+def texts_of(e: dict) -> list[tuple]:
+    return [(row["messages"], row["reward"]) for row in rows_in(e["file"])]

@@ -6,7 +6,8 @@
                                           same name are grouped as its seeds, for example
                                           base=A0 base=A1 ipo=B0 ipo=B1.
     bash run.sh study webshop --report    Compare the finished runs of a study.
-    bash run.sh compare STUDY STUDY ...   The same for studies in several environments.
+    bash run.sh compare STUDY STUDY ...   Compare the finished runs of studies in several
+                                          environments.
 
 Each environment has its own tables. With several environments, the report also has the average over
 them. The report folder contains report.txt, report.json and the figures (SVG).
@@ -19,8 +20,6 @@ import os
 import textwrap
 from collections import defaultdict
 from pathlib import Path
-
-import numpy as np
 
 from common.settings import UsageError
 from lab.page import figures
@@ -38,15 +37,15 @@ from lab.study.methods import (
     named,
     setting_differences,
 )
-from lab.study.numbers import MEASURES, grouped, interval, paired
 
-NOTE = f"""Each number is the mean over seeds. ± is half the width of its 95% t interval over seeds,
-which describes the randomness of training, on these tasks. [low, high] is a 95% bootstrap interval
-over seeds and tasks, which describes the choice of the tasks as well ({numbers.SAMPLES:,} samples;
-with one seed, it is over tasks alone). A difference also has the number of seeds on which the first
-arm is ahead, and * if there are at least three seeds and its t interval excludes 0. Only p values
-are corrected for multiple comparisons: without any real difference, about one difference in 20 has
-a *."""
+NOTE = f"""Each number is a mean over seeds. ± is half the width of its 95% t interval over seeds,
+which describes the randomness of training, with these tasks. [low, high] is a 95% bootstrap
+interval over seeds and tasks, which also describes the choice of the tasks ({numbers.SAMPLES:,}
+samples; with one seed, it is over tasks alone). A difference also has the number of seeds on which
+the first arm is ahead, and * if there are at least three seeds and its t interval excludes 0. This
+is not corrected for multiple comparisons: without any real difference, about one difference in 20
+has a *."""
+MEASURES = ["reward", "success"]
 
 
 def write_report(
@@ -71,19 +70,25 @@ def write_report(
     for env, runs in envs.items():
         evals = numbers.evaluations(runs)
         last[env] = numbers.after_the_last(evals)
-        pairs = pairs_of(runs, compared)
-        of_shares = pairs if compared is None else [("coevolve", "eto")]  # as in Table 2
-        of_env = [states(runs), of_agents(last[env]), of_pairs(last[env], pairs), of_costs(runs),
-                  table_2(runs, of_shares), figure_3(runs, out / f"figure3-{env}.svg"),
-                  over_iterations(env, evals, runs, out)]
+        pairs = compared or pairs_of(runs)
+        of_shares = [("coevolve", "eto")] if compared else pairs  # the paper has the first one
+        of_env = [
+            states(runs),
+            last_table(last[env], pairs),
+            table("What it took after the first SFT", numbers.costs(runs), [], [], numbers.COSTS),
+            table("Table 2: explored trajectories, all agents and iterations of a method",
+                  numbers.shares(runs), of_shares, ["threshold"], numbers.SHARES),
+            figure_3(runs, out / f"figure3-{env}.svg"),
+            table("Over iterations", evals, [], ["agent", "iteration", "split"], MEASURES)]
         if compared is None:
-            of_env = [settings_of(runs), changes(runs, last[env]), *of_env]
+            of_env = [settings_table(runs), changes(runs, last[env]), *of_env]
         tables += [(f"{env}: {name}", columns, rows) for name, columns, rows in of_env]
+        draw_rewards(env, evals, runs, out / f"curves-{env}.svg")
     if len(envs) > 1:
-        averaged = numbers.average([*last.values()])
         arms = dict.fromkeys(itertools.chain(*envs.values()))
-        for name, columns, rows in of_agents(averaged), of_pairs(averaged, pairs_of(arms, compared)):
-            tables.append((f"average of {', '.join(envs)}: {name}", columns, rows))
+        averaged = numbers.average([*last.values()])
+        name, *table_of_means = last_table(averaged, compared or pairs_of(arms))
+        tables.append((f"average of {', '.join(envs)}: {name}", *table_of_means))
     tables.append(primary(last))
 
     texts = [title]
@@ -91,54 +96,46 @@ def write_report(
     for name, columns, rows in tables:
         if rows:
             texts.append(as_text(name, columns, rows))
-            keys = [column.lstrip("<") for column in columns]
-            as_json[name] = [dict(zip(keys, row)) for row in rows]
-    texts.append(textwrap.fill(NOTE, 100))
-    text = "\n\n".join(texts) + "\n"
+            as_json[name] = [dict(zip(columns, row)) for row in rows]
+    text = "\n\n".join([*texts, textwrap.fill(NOTE, 100)]) + "\n"
     (out / "report.txt").write_text(text, encoding="utf-8")
     (out / "report.json").write_text(json.dumps(as_json, indent=1))
     print(text)
     print(f"{visible(str(out))} contains this report, its numbers and its figures")
 
 
-def pairs_of(arms, compared: list | None) -> list[tuple[str, str]]:
-    """Returns the pairs of arms to compare: those in `compared`, or all pairs of `arms`."""
-    if compared is None:
-        return [(later, first) for first, later in itertools.combinations(arms, 2)]
-    return [(a, b) for a, b in dict.fromkeys(compared) if a != b]
+def pairs_of(arms) -> list[tuple[str, str]]:
+    """Returns all pairs (later arm, earlier arm)."""
+    return [(later, first) for first, later in itertools.combinations(arms, 2)]
 
 
 # ------------------------------------------------------------------------------------ as text
 
 
 def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
-    """Returns a table as text with aligned columns. A column name that begins with < aligns its
-    column to the left."""
-    cells = [[column.lstrip("<") for column in columns]]
+    """Returns a table as text with aligned columns."""
+    cells = [columns]
     for row in rows:  # `visible` escapes control characters in names and settings
         cells.append([visible(cell(x)).replace("\n", " ") for x in row])
-    lines = [title]
     widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = [title]
     for row in cells:
-        parts = []
-        for text, width, column in zip(row, widths, columns):
-            parts.append(text.ljust(width) if column.startswith("<") else text.rjust(width))
-        lines.append("  ".join(parts).rstrip())
+        padded = [text.ljust(width) for text, width in zip(row, widths)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
 def cell(x) -> str:
-    """Formats a table cell. `x` is a text, a number, or a result of `interval` or `paired`."""
-    if isinstance(x, str):
-        return x
+    """Formats a table cell. `x` is a text, a number, or a result of `numbers.interval`."""
     if not isinstance(x, dict):
-        return f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
-    sign = "+" if "ahead" in x else ""
-    text = f"{x['mean']:{sign}.3f}"
+        return f"{x:.3g}" if isinstance(x, float) else str(x)
+    digits = ",.3f" if abs(x["mean"]) < 10 else ",.0f"
+    style = f"+{digits}" if "ahead" in x else digits
+    text = f"{x['mean']:{style}}"
     if x["half"] is not None:  # there are several seeds
-        text += f" ± {x['half']:.3f}"
+        text += f" ± {x['half']:{digits}}"
     if "low" in x:
-        text += f" [{x['low']:{sign}.3f}, {x['high']:{sign}.3f}]"
+        text += f" [{x['low']:{style}}, {x['high']:{style}}]"
     if "ahead" in x and x["n"] > 1:
         text += f" ({x['ahead']} of {x['n']})" + " *" * x["sure"]
     return text
@@ -147,49 +144,41 @@ def cell(x) -> str:
 # ------------------------------------------------------------------------------------- tables
 
 
-def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
-    """Groups rows by the values of `keys`, and averages each measure over the seeds of a group.
-
-    Returns one tuple per group: the values of `keys`, and the `interval` of each measure.
-    """
-    result = []
-    for group, by_seed in grouped(rows, *keys).items():
-        values = [[row[measure] for row in by_seed.values()] for measure in measures]
-        result.append((*group, *map(interval, values)))
-    return result
-
-
-def leads(
+def table(
+    title: str,
     rows: list[dict],
     compared: list[tuple[str, str]],
-    keys: tuple[str, ...],
-) -> list[tuple]:
-    """Pairs the rows of two arms a and b that have the same seed, and the same values of `keys`.
+    keys: list[str],
+    measures: list[str],
+    facts: tuple[str, ...] = (),
+) -> Table:
+    """Returns a table with the means of measures over seeds, and the differences between arms.
 
-    Returns one tuple per pair of arms and group: the text "a - b", the values of `keys`, and the
-    list of pairs of rows.
+    Args:
+        title: The title.
+        rows: The rows of runs, see `numbers`.
+        compared: Pairs of arms (a, b). The table has the differences a - b.
+        keys: There is one row of the table for each arm, or pair of arms, and values of these keys.
+        measures: The keys of the measures.
+        facts: Keys whose values in the rows of runs are listed. Both values are listed if the two
+            runs of a difference have different values.
     """
-    groups = grouped(rows, "arm", *keys)
-    values = dict.fromkeys(tuple(row[key] for key in keys) for row in rows)
-    result = []
-    for (a, b), value in itertools.product(compared, values):
-        of_a, of_b = groups[a, *value], groups[b, *value]
-        pairs = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
-        if pairs:
-            result.append((f"{a} - {b}", *value, pairs))
-    return result
+    cells = []
+    for name, values, group in numbers.single(rows, keys) + numbers.paired(rows, compared, keys):
+        texts = [numbers.text_of(fact, group) for fact in facts]
+        results = [numbers.interval(group, measure) for measure in measures]
+        cells.append((name, *values, *texts, *results))
+    return title, ["method", *keys, *facts, *measures], cells
 
 
-def differences(rows: list[dict], compared: list, keys: tuple, measures: tuple) -> list[tuple]:
-    """Returns the rows of a table with the differences of some measures, see `leads`."""
-    result = []
-    for *names, pairs in leads(rows, compared, keys):
-        result.append((*names, *(paired(pairs, measure) for measure in measures)))
-    return result
+def last_table(last: list[dict], compared: list[tuple[str, str]]) -> Table:
+    """Returns the main table of a report, on the last evaluation of each agent."""
+    return table("Evaluation after the last iteration, and differences on the same seeds", last,
+                 compared, ["agent", "split"], MEASURES, ("sampling", "seed", "iteration"))
 
 
-def settings_of(runs: Runs) -> Table:
-    return ("Settings in which they differ", ["<setting", "<method", "<value"],
+def settings_table(runs: Runs) -> Table:
+    return ("Settings in which they differ", ["setting", "method", "value"],
             setting_differences(runs))
 
 
@@ -199,40 +188,13 @@ def states(runs: Runs) -> Table:
     rows = []
     for arm, seed, run in each(runs):
         phases = phases_of(run)
-        notes = []
+        notes = [f"{output} was edited" for output, row in phases.items() if "edited" in row]
         if not is_finished(run):
             i = max((row["i"] for row in phases.values()), default=0)
             notes.append(f"unfinished, iteration {i}")
-        notes += [f"{output} was edited" for output, row in phases.items() if "edited" in row]
         if notes:
-            rows.append((arm, str(seed), "; ".join(notes)))
-    return "Runs to note", ["<method", "<seed", "<note"], rows
-
-
-def of_agents(last: list[dict]) -> Table:
-    """Returns a table of the results of each agent, with one row per arm, agent and split. `last`
-    has the last evaluations, see `numbers.after_the_last`."""
-    rows = []
-    for names, by_seed in grouped(last, "arm", "agent", "split", "sampling").items():
-        seeds = " ".join(map(str, by_seed))
-        iterations = " ".join(str(e["i"]) for e in by_seed.values())
-        values = [[e[measure] for e in by_seed.values()] for measure in MEASURES]
-        rows.append((*names, seeds, iterations, *map(interval, values)))
-    return ("Evaluation after the last iteration",
-            ["<method", "<agent", "<split", "<sampling", "<seeds", "<iterations", "<reward",
-             "<success"], rows)
-
-
-def of_pairs(last: list[dict], compared: list[tuple[str, str]]) -> Table:
-    """Returns a table of the differences a - b between pairs of arms (a, b) in reward and success,
-    with one row per pair, agent and split."""
-    rows = []
-    for *names, pairs in leads(last, compared, ("agent", "split")):
-        iterations = [" - ".join(dict.fromkeys([str(a["i"]), str(b["i"])])) for a, b in pairs]
-        rows.append((*names, ", ".join(iterations),
-                     *(paired(pairs, measure) for measure in MEASURES)))
-    return ("Differences on the same seeds, after the last iteration",
-            ["<difference", "<agent", "<split", "<iterations", "<reward", "<success"], rows)
+            rows.append((arm, seed, "; ".join(notes)))
+    return "Runs to note", ["method", "seed", "note"], rows
 
 
 def primary(last: dict[str, list[dict]]) -> Table:
@@ -240,85 +202,58 @@ def primary(last: dict[str, list[dict]]) -> Table:
     each environment."""
     rows = []
     for env, evals in last.items():
-        for name, agent, split, pairs in leads(evals, PRIMARY, ("agent", "split")):
-            if (agent, split) == ("target", "test") and len(pairs) > 1:
-                lead = paired(pairs, "reward")
+        tests = [e for e in evals if (e["agent"], e["split"]) == ("target", "test")]
+        for name, _, group in numbers.paired(tests, PRIMARY, []):
+            if len(group) > 1:
+                lead = numbers.interval(group, "reward")
                 rows.append((env, name, lead, numbers.p_value(lead)))
     corrected = numbers.holm([p for *_, p in rows])
-    return ("Primary comparisons: reward on test, p of a paired t test over seeds, and p corrected "
-            "with Holm's method for all rows of this table",
-            ["<environment", "<difference", "<reward", "p", "corrected p"],
+    return (f"Primary comparisons: reward on test, p of a paired t test over seeds, and p corrected "
+            f"for {len(rows)} tests (Holm)",
+            ["environment", "difference", "reward", "p", "corrected p"],
             [(*row, p) for row, p in zip(rows, corrected)])
-
-
-def of_costs(runs: Runs) -> Table:
-    """Returns a table of the costs of each arm, such as training steps and rollouts. Each cost is
-    averaged over the arm's runs."""
-    rows = []
-    for arm, by_seed in runs.items():
-        costs = [numbers.cost(run) for run in by_seed.values()]
-        rows.append((arm, *(float(np.mean([cost[name] for cost in costs])) for name in costs[0])))
-    return "What it took after the first SFT, means over seeds", ["<method", *costs[0]], rows
-
-
-def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
-    """Returns the paper's Table 2: the shares of successes, negatives and hard negatives among the
-    explored trajectories. The shares are computed for three reward thresholds. Negatives are below
-    the threshold, and hard negatives are failures at or above it."""
-    measures = ("success", "negative", "hard negative")
-    shares = numbers.shares(runs)
-    rows = means(shares, ("arm", "threshold"), measures)
-    rows += differences(shares, compared, ("threshold",), measures)
-    return ("Table 2: explored trajectories, all agents and iterations of a method",
-            ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
 
 
 def figure_3(runs: Runs, file: Path) -> Table:
     """Draws the paper's Figure 3, the distances between the failures of a task. Returns a table of
     the mean distances."""
-    found = numbers.distances_of(runs)
-    rows = means(found, ("arm",), ("distance",))
-    rows += differences(found, [("coevolve: failure", "eto")], (), ("distance",))
-    if found:
-        boxes = defaultdict(list)  # label -> distances of the tasks of all seeds
-        for row in found:
-            boxes[row["arm"].replace(": ", ":\n")] += row["tasks"]
+    rows = numbers.distances_of(runs)
+    boxes = defaultdict(list)  # label -> distances of the tasks of all seeds
+    for row in rows:
+        boxes[row["arm"].replace(": ", ":\n")] += row["tasks"]
+    if boxes:
         drawing, (ax,) = figures.figure(1, width=6.0)
         ax.boxplot([*boxes.values()], showmeans=True)
         ax.set_xticks(range(1, len(boxes) + 1), [*boxes])
         figures.write(drawing, file)
-    return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
-            "SFT agent", ["<agent", "<distance"], rows)
+    return table("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by "
+                 "the SFT agent", rows, [("coevolve: failure", "eto")], [], ["distance"])
 
 
-def over_iterations(env: str, evals: list[dict], runs: Runs, out: Path) -> Table:
-    """Returns a table of each agent's reward and success after each iteration, and draws the
-    rewards of the targets as curves, with one panel per split."""
-    rows = means(evals, ("arm", "agent", "i", "split"), MEASURES)
+def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
+    """Draws the rewards of the target agents over iterations, with one panel per split."""
+    evals = [e for e in evals if e["agent"] == "target"]
     curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> points of its curve
     y = "reward"
-    for arm, agent, i, split, reward, _ in rows:
-        if agent == "target":
-            half = reward["half"] or 0
-            curves[split][arm].append((i, reward["mean"], min(half, reward["mean"]), half))
-            if half:
-                y = "reward, 95% t interval over seeds"
-    if curves:
-        drawing, axes = figures.figure(len(curves), height=5)
-        models = {config_of(run)["settings"]["model"] for *_, run in each(runs)}
-        drawing.suptitle(visible(f"Target agent on {env}, model {', '.join(sorted(models))}"))
-        for ax, (split, of_split) in zip(axes, curves.items()):
-            for n, (arm, points) in enumerate(of_split.items()):
-                i, reward, below, above = zip(*figures.shifted(points, n, len(of_split)))
-                style = figures.LINES[n // len(figures.COLOURS) % len(figures.LINES)]
-                seeds = " ".join(map(str, runs[arm]))
-                ax.errorbar(i, reward, (below, above), marker="o", color=f"C{n}", capsize=3,
-                            label=visible(f"{arm}, seed {seeds}"), linestyle=style)
-            figures.label(ax, split, "iteration (0: the start)", y)
-        figures.legend(axes[0])
-        figures.write(drawing, out / f"curves-{env}.svg")
-    return ("Over iterations",
-            ["<method", "<agent", "iteration", "<split", "<reward", "<success"], rows)
+    for arm, (split, i), group in numbers.single(evals, ["split", "iteration"]):
+        reward = numbers.interval(group, "reward")
+        curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
+        if reward["half"]:
+            y = "reward, 95% t interval over seeds"
+    if not curves:
+        return
+    drawing, axes = figures.figure(len(curves), height=5)
+    models = {config_of(run)["settings"]["model"] for *_, run in each(runs)}
+    drawing.suptitle(visible(f"Target agent on {env}, model {', '.join(sorted(models))}"))
+    for ax, (split, of_split) in zip(axes, curves.items()):
+        for n, (arm, points) in enumerate(of_split.items()):
+            style = figures.LINES[n // len(figures.COLOURS) % len(figures.LINES)]
+            seeds = " ".join(map(str, runs[arm]))
+            ax.errorbar(*zip(*figures.shifted(points, n, len(of_split))), marker="o", capsize=3,
+                        color=f"C{n}", linestyle=style, label=visible(f"{arm}, seed {seeds}"))
+        figures.label(ax, split, "iteration (0: the start)", y)
+    figures.legend(axes[0])
+    figures.write(drawing, file)
 
 
 # ------------------------------------------------------------------------------------ command
@@ -336,22 +271,22 @@ def split_name(word: str) -> tuple[str, Path]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="folders of runs, or NAME=FOLDER, or studies")
+    parser.add_argument("runs", nargs="+", help="folders of runs, NAME=FOLDER, or of studies")
     parser.add_argument("--out", type=Path,
-                        help="folder of the report [`report`, next to the runs]")
+                        help="folder of the report [`report`, next to the first run]")
     args = parser.parse_args(argv)
-    studies = [finished(Path(word)) for word in args.runs]  # {} for a folder that is no study
+    studies = [finished(Path(word)) for word in args.runs]  # {} if the folder is no study
     if all(studies):
+        given = [("", Path(word)) for word in args.runs]
         envs = dict(itertools.chain(*(study.items() for study in studies)))
         if len(envs) < len(studies):
             raise UsageError("several of these studies are in the same environment; name the runs "
                              "to compare: NAME=RUN NAME=RUN")
-        paths = [Path(word) for word in args.runs]
     else:
         given = [split_name(word) for word in args.runs]
         envs = named(given)
-        paths = [path for _, path in given]
-    out = args.out or Path(os.path.commonpath([path.resolve().parent for path in paths]), "report")
+    parent = os.path.commonpath([path.resolve().parent for _, path in given])
+    out = args.out or Path(parent, "report")
     write_report("Comparison of runs", envs, out, COMPARED if all(studies) else None)
 
 

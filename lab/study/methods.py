@@ -69,6 +69,7 @@ COMPARED = [
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
     ("coevolve-one", "eto-sft-one"), ("eto-sft-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
+COMPARED = [(a, b) for a, b in dict.fromkeys(COMPARED) if a != b]
 
 
 def method_of(arm: str) -> str:

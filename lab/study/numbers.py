@@ -30,59 +30,88 @@ from lab.runfiles import (
 )
 from lab.study.methods import Runs, each, is_target, task_counts, training_phases
 
-MEASURES = ("reward", "success")  # the measures of an evaluation
-THRESHOLDS = (0.6, 0.7, 0.8)      # minimum rewards of a hard negative [Table 2]
-SAMPLES = 2000                    # samples of the bootstrap
+THRESHOLDS = (0.6, 0.7, 0.8)  # minimum rewards of a hard negative [Table 2]
+SHARES = ["success", "negative", "hard negative"]
+COSTS = ["steps of the target", "steps of all agents", "tokens of the target", "rollouts", "tasks"]
+SAMPLES = 2000                # samples of the bootstrap
 
 # ---------------------------------------------------------------------------- statistics
 
 
-def interval(values: list[list]) -> dict | None:
-    """Computes the mean of a measure over seeds, and its 95% intervals.
+def grouped(rows: list[dict], keys: list[str]) -> dict[tuple, dict]:
+    """Groups rows by (arm, values of the keys). Returns the rows of each group by seed."""
+    groups = defaultdict(dict)
+    for row in rows:
+        groups[row["arm"], tuple(row[key] for key in keys)][row["seed"]] = row
+    return groups
+
+
+def single(rows: list[dict], keys: list[str]) -> list[tuple]:
+    """Groups rows by arm and the values of the keys. Returns a list of (arm, values, group). The
+    group has a tuple (row,) for each seed."""
+    return [(arm, values, [*zip(by_seed.values())])
+            for (arm, values), by_seed in grouped(rows, keys).items()]
+
+
+def paired(rows: list[dict], compared: list[tuple[str, str]], keys: list[str]) -> list[tuple]:
+    """Pairs the groups of compared arms (a, b). Returns a list of ("a - b", values, group). The
+    group has a tuple (row of a, row of b) for each common seed."""
+    groups = grouped(rows, keys)
+    every = dict.fromkeys(values for _, values in groups)
+    result = []
+    for (a, b), values in itertools.product(compared, every):
+        of_a, of_b = groups[a, values], groups[b, values]
+        group = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
+        if group:
+            result.append((f"{a} - {b}", values, group))
+    return result
+
+
+def text_of(key: str, group: list[tuple]) -> str:
+    """Returns the values of a key in the rows of a group. If the rows of a seed have different
+    values, these are joined with " - "."""
+    texts = {}
+    for rows in group:
+        texts[" - ".join(dict.fromkeys(str(row[key]) for row in rows))] = None
+    return ", ".join(texts)
+
+
+def interval(group: list[tuple], measure: str) -> dict:
+    """Computes the mean of a measure over seeds, or of its differences, and the 95% intervals.
 
     Args:
-        values: The measure, once per seed.
+        group: The rows of an arm, or of a pair of arms, see `single` and `paired`.
+        measure: The key of the measure.
 
     Returns:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
         t interval over seeds. One seed has no t interval, so `half` is None. If the measure has the
-        values of tasks, `low` and `high` are the bounds of the `bootstrap` interval. None without
-        values.
+        values of tasks, `low` and `high` are the bounds of the `bootstrap` interval. Differences
+        have two more keys. `ahead` is the number of seeds on which the first arm is larger. `sure`
+        is True if there are at least three seeds, and the t interval excludes 0.
     """
-    if not values:
-        return None
+    values = []
+    for row, *others in group:
+        value = row[measure]
+        for other in others:
+            value = [x - y for x, y in zip(value, other[measure])]
+        values.append(value)
     n = len(values)
-    means = [value_of(value) for value in values]
+    means = np.array([value_of(value) for value in values])
     half = None
     if n > 1:
-        half = float(t_quantile(n - 1) * np.std(means, ddof=1) / math.sqrt(n))
-    result = dict(n=n, mean=float(np.mean(means)), half=half)
-    return result | bootstrap(values) if np.ndim(values[0][0]) else result
+        half = float(t_quantile(n - 1) * means.std(ddof=1) / math.sqrt(n))
+    result = dict(n=n, mean=float(means.mean()), half=half)
+    if np.ndim(values[0][0]):
+        result |= bootstrap(values)
+    if others:
+        sure = n > 2 and bool(abs(means.mean()) > half)
+        result |= dict(ahead=int((means > 1e-9).sum()), sure=sure)
+    return result
 
 
 def value_of(measure: list) -> float:
     return float(np.mean([np.mean(entry) for entry in measure]))
-
-
-def paired(pairs: list[tuple[dict, dict]], measure: str) -> dict:
-    """Computes the mean and the intervals of the differences a - b in a measure.
-
-    Args:
-        pairs: The rows (a, b) of two arms, one pair for each common seed.
-        measure: The key of the measure.
-
-    Returns:
-        The result of `interval` with two more keys. `ahead` is the number of seeds on which a is
-        larger than b. `sure` is True if there are at least three seeds, and the t interval excludes
-        0.
-    """
-    differences = []
-    for a, b in pairs:
-        differences.append([x - y for x, y in zip(a[measure], b[measure])])
-    lead = interval(differences)
-    ahead = sum(value_of(difference) > 1e-9 for difference in differences)
-    sure = lead["n"] > 2 and abs(lead["mean"]) > lead["half"]
-    return lead | dict(ahead=ahead, sure=sure)
 
 
 @cache
@@ -103,7 +132,7 @@ def t_quantile(df: int) -> float:
 
 
 def p_value(lead: dict) -> float:
-    """Returns the p value of the paired t test over seeds, of a result of `paired`."""
+    """Returns the p value of the paired t test over seeds, of a result of `interval`."""
     df = lead["n"] - 1
     standard_error = lead["half"] / t_quantile(df)
     return float(np.interp(abs(lead["mean"]) / max(standard_error, 1e-12), *t_distribution(df)))
@@ -167,7 +196,7 @@ def evaluations(runs: Runs) -> list[dict]:
                                  f"of {other}; compare runs with the same --eval-tasks")
             by_task = [np.array(rewards[task]) for task in tasks]
             rows.append(dict(
-                arm=arm, seed=seed, split=split, i=phase["i"], file=file,
+                arm=arm, seed=seed, split=split, iteration=phase["i"], file=file,
                 agent="target" if is_target(phase, phases) else phase["name"],
                 sampling=sampling(config_of(run)["settings"], len(by_task[0])),
                 reward=[np.array([of_task.mean() for of_task in by_task])],
@@ -187,7 +216,7 @@ def sampling(settings: dict, rollouts: int) -> str:
 def after_the_last(evals: list[dict]) -> list[dict]:
     """Returns the last evaluation of each agent of each run on each split."""
     last = {}
-    for e in sorted(evals, key=lambda e: e["i"]):
+    for e in sorted(evals, key=lambda e: e["iteration"]):
         last[e["arm"], e["agent"], e["split"], e["seed"]] = e
     return [*last.values()]
 
@@ -201,36 +230,30 @@ def average(of_envs: list[list[dict]]) -> list[dict]:
     rows = []
     for evals in same.values():
         if len(evals) == len(of_envs):
-            measures = {name: [e[name][0] for e in evals] for name in MEASURES}
-            iterations = "/".join(str(e["i"]) for e in evals)
-            rows.append(evals[0] | measures | dict(i=iterations))
+            rows.append(evals[0] | dict(
+                iteration="/".join(str(e["iteration"]) for e in evals),
+                reward=[e["reward"][0] for e in evals],
+                success=[e["success"][0] for e in evals]))
     return rows
-
-
-def grouped(rows: list[dict], *keys: str) -> dict[tuple, dict]:
-    """Groups rows by the values of `keys`. Returns the rows of each group by seed."""
-    groups = defaultdict(dict)
-    for row in rows:
-        groups[tuple(row[key] for key in keys)][row["seed"]] = row
-    return groups
 
 
 # --------------------------------------------------------------------- costs and explorations
 
 
-def cost(run: Path) -> dict:
-    """Returns the costs of a run after its initial SFT phase: the optimiser steps of the target and
-    of all agents, the tokens in the target's training phases, and the number of rollouts. The last
-    value, `tasks`, is the size of GRPO's task set at the end, or 0 for methods of coevolve.py."""
-    phases = phases_of(run)
-    trained = training_phases(phases)
-    target = [row for row in trained if is_target(row, phases)]
-    played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
-    return {"steps of the target": sum(row["steps"] for row in target),
-            "steps of all agents": sum(row["steps"] for row in trained),
-            "tokens of the target": sum(row.get("tokens", 0) for row in target),
-            "rollouts": sum(row.get("episodes", 0) for row in played),
-            "tasks": [0, *task_counts(phases)][-1]}
+def costs(runs: Runs) -> list[dict]:
+    """Returns one row per run, with its costs after the initial SFT phase, `COSTS`. `tasks` is the
+    size of GRPO's task set at the end, or 0 for methods of coevolve.py."""
+    rows = []
+    for arm, seed, run in each(runs):
+        phases = phases_of(run)
+        trained = training_phases(phases)
+        target = [row for row in trained if is_target(row, phases)]
+        played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
+        values = (sum(row["steps"] for row in target), sum(row["steps"] for row in trained),
+                  sum(row.get("tokens", 0) for row in target),
+                  sum(row.get("episodes", 0) for row in played), [0, *task_counts(phases)][-1])
+        rows.append(dict(arm=arm, seed=seed) | {name: [n] for name, n in zip(COSTS, values)})
+    return rows
 
 
 def explored(run: Path, agent: str = "") -> list[dict]:
@@ -258,9 +281,9 @@ def shares(runs: Runs) -> list[dict]:
         solved = rewards >= SOLVED
         for threshold in THRESHOLDS:
             below = rewards < threshold
-            rows.append({"arm": arm, "seed": seed, "threshold": threshold,
-                         "success": [solved.mean()], "negative": [below.mean()],
-                         "hard negative": [(~solved & ~below).mean()]})
+            values = solved, below, ~solved & ~below
+            rows.append(dict(arm=arm, seed=seed, threshold=threshold)
+                        | {name: [kind.mean()] for name, kind in zip(SHARES, values)})
     return rows
 
 
