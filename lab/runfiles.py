@@ -95,7 +95,7 @@ def phases_of(run: Path) -> dict[str, dict]:
         row.setdefault("i", int(folder[1]) if folder else 0)
         row["output"] = output
         row.pop("edited", None)
-        if is_edited(run / output, row):
+        if "hash" in row and is_edited(run / output, row):
             row["edited"] = True
     return phases
 

@@ -23,6 +23,7 @@ matplotlib.rcParams.update({
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
+ITERATION = "iteration (0: the start; the curves are side by side)"
 # The training metrics to draw, with the titles of their panels. All methods log the loss. Only GRPO
 # logs the other metrics.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
@@ -76,8 +77,9 @@ def label(ax, title: str, x: str = "", y: str = "") -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def legend(ax) -> None:
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
+def legend(drawing: Figure, ax) -> None:
+    """Writes a legend below all panels, with the curves of the panel `ax`."""
+    drawing.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 def run_figure(run: Path) -> Figure | None:
@@ -101,10 +103,9 @@ def run_figure(run: Path) -> Figure | None:
         curve(reward, i, rewards, **style)
         curve(success, i, successes, **style)
         reward.fill_between(i, low, high, color=colour, alpha=0.12)
-    label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
-    label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
-    legend(reward)
-    legend(success)
+    label(reward, "Reward, 95% interval over tasks", ITERATION, "mean reward")
+    label(success, "Success rate", ITERATION, "share of tasks with reward 1")
+    legend(drawing, reward)
     return drawing
 
 

@@ -42,9 +42,8 @@ NOTE = f"""Each number is a mean over seeds. ± is half the width of its 95% t i
 which describes the randomness of training, with these tasks. [low, high] is a 95% bootstrap
 interval over seeds and tasks, which also describes the choice of the tasks ({numbers.SAMPLES:,}
 samples; with one seed, it is over tasks alone). A difference also has the number of seeds on which
-the first arm is ahead, and * if there are at least three seeds and its t interval excludes 0. This
-is not corrected for multiple comparisons: without any real difference, about one difference in 20
-has a *."""
+the first arm is ahead. The intervals are not corrected for multiple comparisons: without any real
+difference, about one interval in 20 excludes 0."""
 MEASURES = ["reward", "success"]
 
 
@@ -78,7 +77,9 @@ def write_report(
             table("What it took after the first SFT", numbers.costs(runs), [], [], numbers.COSTS),
             table("Table 2: explored trajectories, all agents and iterations of a method",
                   numbers.shares(runs), of_shares, ["threshold"], numbers.SHARES),
-            figure_3(runs, out / f"figure3-{env}.svg"),
+            table("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by "
+                  "the SFT agent", numbers.distances_of(runs), [("coevolve: failure", "eto")], [],
+                  ["distance"]),
             table("Over iterations", evals, [], ["agent", "iteration", "split"], MEASURES)]
         if compared is None:
             of_env = [settings_table(runs), changes(runs, last[env]), *of_env]
@@ -137,7 +138,7 @@ def cell(x) -> str:
     if "low" in x:
         text += f" [{x['low']:{style}}, {x['high']:{style}}]"
     if "ahead" in x and x["n"] > 1:
-        text += f" ({x['ahead']} of {x['n']})" + " *" * x["sure"]
+        text += f" ({x['ahead']} of {x['n']})"
     return text
 
 
@@ -208,26 +209,10 @@ def primary(last: dict[str, list[dict]]) -> Table:
                 lead = numbers.interval(group, "reward")
                 rows.append((env, name, lead, numbers.p_value(lead)))
     corrected = numbers.holm([p for *_, p in rows])
-    return (f"Primary comparisons: reward on test, p of a paired t test over seeds, and p corrected "
-            f"for {len(rows)} tests (Holm)",
+    return (f"Primary comparisons: reward on test, p of a paired t test over seeds, and p "
+            f"corrected for {len(rows)} tests (Holm)",
             ["environment", "difference", "reward", "p", "corrected p"],
             [(*row, p) for row, p in zip(rows, corrected)])
-
-
-def figure_3(runs: Runs, file: Path) -> Table:
-    """Draws the paper's Figure 3, the distances between the failures of a task. Returns a table of
-    the mean distances."""
-    rows = numbers.distances_of(runs)
-    boxes = defaultdict(list)  # label -> distances of the tasks of all seeds
-    for row in rows:
-        boxes[row["arm"].replace(": ", ":\n")] += row["tasks"]
-    if boxes:
-        drawing, (ax,) = figures.figure(1, width=6.0)
-        ax.boxplot([*boxes.values()], showmeans=True)
-        ax.set_xticks(range(1, len(boxes) + 1), [*boxes])
-        figures.write(drawing, file)
-    return table("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by "
-                 "the SFT agent", rows, [("coevolve: failure", "eto")], [], ["distance"])
 
 
 def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
@@ -249,10 +234,11 @@ def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
         for n, (arm, points) in enumerate(of_split.items()):
             style = figures.LINES[n // len(figures.COLOURS) % len(figures.LINES)]
             seeds = " ".join(map(str, runs[arm]))
-            ax.errorbar(*zip(*figures.shifted(points, n, len(of_split))), marker="o", capsize=3,
+            i, reward, half = zip(*figures.shifted(points, n, len(of_split)))
+            ax.errorbar(i, reward, half if any(half) else None, marker="o", capsize=3,
                         color=f"C{n}", linestyle=style, label=visible(f"{arm}, seed {seeds}"))
-        figures.label(ax, split, "iteration (0: the start)", y)
-    figures.legend(axes[0])
+        figures.label(ax, split, figures.ITERATION, y)
+    figures.legend(drawing, axes[0])
     figures.write(drawing, file)
 
 

@@ -200,12 +200,11 @@ def finished(folder: Path) -> dict[str, Runs]:
     for arm, flags in ARMS.items():
         own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", flags)}
         own |= Settings.presets.get(f"--method {method_of(arm)}", {}).keys()
-        per_seed = {"--dpo-steps {steps}": "dpo_steps", "--start-tasks {tasks}": "start_tasks"}
-        varying = {name for words, name in per_seed.items() if words in flags}
+        varying = own & {"dpo_steps", "start_tasks"}  # taken from another run with the same seed
         for file in sorted(folder.glob(f"{arm}-s[0-9]*/result.json")):
             path = file.parent
             settings = config_of(path)["settings"]
-            for name in sorted(relevant({*settings}) - varying - unread(settings)):
+            for name in sorted({*settings} - varying - ignored(settings)):
                 key = (arm if name in own else "", name)
                 other, value = first.setdefault(key, (path, settings[name]))
                 if settings[name] != value:
@@ -216,26 +215,22 @@ def finished(folder: Path) -> dict[str, Runs]:
     return named(given)
 
 
-def relevant(names: set[str]) -> set[str]:
-    """Returns the names of settings that affect the results. The seed is left out, and so are
-    settings marked as Free, which affect at most rounding."""
-    return {name for name in names if not has_mark(Settings, name, FREE)} - {"seed"}
-
-
-def unread(settings: dict) -> set[str]:
-    """Returns the names of settings that the method of a run does not read. The program may not
-    know the method, or some of the settings, if the run comes from a modified copy. They count as
-    read."""
+def ignored(settings: dict) -> set[str]:
+    """Returns the names of settings that cannot explain a difference between two runs: the seed,
+    settings marked as Free, which affect at most rounding, and settings that the method does not
+    read. Names that this program does not know, and methods of modified copies, are never ignored.
+    """
     method = METHODS.get(settings["method"])
     reads = names_in(method.reads) if method else {*settings}
-    return settings_of(Settings).keys() - reads
+    return {"seed"} | {name for name in settings_of(Settings)
+                       if name not in reads or has_mark(Settings, name, FREE)}
 
 
 def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
-    """Returns the relevant settings in which the named groups of runs differ. Each such setting has
-    one tuple per group: (setting, name of the group, its values as text).
+    """Returns the settings in which the named groups of runs differ. Each such setting has one tuple
+    per group: (setting, name of the group, its values as text).
 
-    A setting is compared between the groups whose methods read it. In the other groups, and in runs
+    A setting is compared between the groups whose methods read it (see `ignored`). In the other groups, and in runs
     whose program did not have the setting, its value is "-".
     """
     settings = {}  # name of a group -> settings of each of its runs
@@ -246,8 +241,8 @@ def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
     for key in keys:
         values = {}  # name of a group -> its values, "" if its methods do not read the setting
         for arm, of_runs in settings.items():
-            texts = [str(s.get(key, "-")) for s in of_runs if key not in unread(s)]
+            texts = [str(s.get(key, "-")) for s in of_runs if key not in ignored(s)]
             values[arm] = ", ".join(dict.fromkeys(texts))
-        if len({*values.values()} - {""}) > 1 and key in relevant({*keys}):
+        if len({*values.values()} - {""}) > 1:
             rows += [(key, arm, value or "-") for arm, value in values.items()]
     return rows

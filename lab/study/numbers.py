@@ -28,11 +28,11 @@ from lab.runfiles import (
     phases_of,
     rows_in,
 )
-from lab.study.methods import Runs, each, is_target, task_counts, training_phases
+from lab.study.methods import Runs, each, is_target, training_phases
 
 THRESHOLDS = (0.6, 0.7, 0.8)  # minimum rewards of a hard negative [Table 2]
 SHARES = ["success", "negative", "hard negative"]
-COSTS = ["steps of the target", "steps of all agents", "tokens of the target", "rollouts", "tasks"]
+COSTS = ["steps of the target", "steps of all agents", "tokens of the target", "rollouts"]
 SAMPLES = 2000                # samples of the bootstrap
 
 # ---------------------------------------------------------------------------- statistics
@@ -86,9 +86,8 @@ def interval(group: list[tuple], measure: str) -> dict:
     Returns:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
         t interval over seeds. One seed has no t interval, so `half` is None. If the measure has the
-        values of tasks, `low` and `high` are the bounds of the `bootstrap` interval. Differences
-        have two more keys. `ahead` is the number of seeds on which the first arm is larger. `sure`
-        is True if there are at least three seeds, and the t interval excludes 0.
+        values of tasks, `low` and `high` are the bounds of the `bootstrap` interval. `ahead` exists
+        for differences, and is the number of seeds on which the first arm is larger.
     """
     values = []
     for row, *others in group:
@@ -105,8 +104,7 @@ def interval(group: list[tuple], measure: str) -> dict:
     if np.ndim(values[0][0]):
         result |= bootstrap(values)
     if others:
-        sure = n > 2 and bool(abs(means.mean()) > half)
-        result |= dict(ahead=int((means > 1e-9).sum()), sure=sure)
+        result["ahead"] = int((means > 1e-9).sum())
     return result
 
 
@@ -241,8 +239,7 @@ def average(of_envs: list[list[dict]]) -> list[dict]:
 
 
 def costs(runs: Runs) -> list[dict]:
-    """Returns one row per run, with its costs after the initial SFT phase, `COSTS`. `tasks` is the
-    size of GRPO's task set at the end, or 0 for methods of coevolve.py."""
+    """Returns one row per run, with its costs after the initial SFT phase, see `COSTS`."""
     rows = []
     for arm, seed, run in each(runs):
         phases = phases_of(run)
@@ -251,7 +248,7 @@ def costs(runs: Runs) -> list[dict]:
         played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
         values = (sum(row["steps"] for row in target), sum(row["steps"] for row in trained),
                   sum(row.get("tokens", 0) for row in target),
-                  sum(row.get("episodes", 0) for row in played), [0, *task_counts(phases)][-1])
+                  sum(row.get("episodes", 0) for row in played))
         rows.append(dict(arm=arm, seed=seed) | {name: [n] for name, n in zip(COSTS, values)})
     return rows
 
@@ -297,9 +294,10 @@ FIGURE_3 = {"eto": ("eto", "target"), "coevolve: target": ("coevolve", "target")
 def distances_of(runs: Runs) -> list[dict]:
     """Computes the mean distance between the failures of a task, for each agent of Figure 3.
 
-    Returns one row per agent and seed. Its `arm` is the agent's label, and its `distance` has the
-    tasks in which each of the agents failed at least twice. The failures are embedded by the SFT
-    agent that ETO and co-evolution start from. Seeds whose SFT agent was deleted are skipped.
+    Returns one row per agent and seed. Its `arm` is the agent's label, and `distance` is the mean
+    over the tasks in which each of the agents failed at least twice. The failures are embedded by
+    the SFT agent that ETO and co-evolution start from. Seeds whose SFT agent was deleted are
+    skipped.
     """
     rows = []
     for seed in runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys():
@@ -313,8 +311,8 @@ def distances_of(runs: Runs) -> list[dict]:
         tasks = set.intersection(*map(set, found.values()))
         for label, by_task in found.items():
             if tasks:
-                values = [by_task[task] for task in tasks]
-                rows.append(dict(arm=label, seed=seed, tasks=values, distance=[np.mean(values)]))
+                mean = np.mean([by_task[task] for task in tasks])
+                rows.append(dict(arm=label, seed=seed, distance=[mean]))
     return rows
 
 
