@@ -69,12 +69,13 @@ def code_changes(run: Path, others) -> list[str]:
 
 def first_difference(before: Path, after: Path) -> str:
     """Finds the first output that both runs have and that differs between them. Returns its name
-    and a description of the difference."""
-    records, others = phases_of(before), phases_of(after)
-    for output in records:
-        if output in others:
+    and a description of the difference. Evaluations are left out, because `--method evaluate` gives
+    the name of the first one to that of any agent."""
+    others = phases_of(after)
+    for output, record in phases_of(before).items():
+        if output in others and "split" not in record:
             change = content_change(before / output, after / output)
-            numbers = number_changes(records[output], others[output])
+            numbers = number_changes(record, others[output])
             if change or numbers:
                 return f"{output}: {listed([*change, *numbers])}"
     return "no output of both differs"
@@ -104,15 +105,14 @@ def number_changes(record: dict, other: dict) -> list[str]:
     changes = []
     for name, value in record.items():
         new = other.get(name)
-        if name not in ("seconds", *RECORDS) and value != new:
-            changes.append(f"{show(name, value)} -> {show(name, new)}")
+        if name in ("seconds", *RECORDS) or value == new:
+            continue
+        if isinstance(value, dict) and isinstance(new, dict):
+            changes.append(f"{phrase(name, value, {})} -> {phrase(name, new, {})}")
+        else:
+            texts = [f"{x:.8g}" if isinstance(x, float) else str(x) for x in (value, new)]
+            changes.append(f"{name} {' -> '.join(texts)}")
     return changes
-
-
-def show(name: str, value) -> str:
-    if isinstance(value, dict):
-        return phrase(name, value, {})
-    return f"{name} {value:.6g}" if isinstance(value, int | float) else f"{name} {value}"
 
 
 def weight_change(before: Path, after: Path) -> list[str]:

@@ -44,7 +44,6 @@ interval over seeds and tasks, which also describes the choice of the tasks ({nu
 samples; with one seed, it is over tasks alone). A difference also has the number of seeds on which
 the first arm is ahead. The intervals are not corrected for multiple comparisons: without any real
 difference, about one interval in 20 excludes 0."""
-MEASURES = ["reward", "success"]
 
 
 def write_report(
@@ -80,7 +79,7 @@ def write_report(
             table("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by "
                   "the SFT agent", numbers.distances_of(runs), [("coevolve: failure", "eto")], [],
                   ["distance"]),
-            table("Over iterations", evals, [], ["agent", "iteration", "split"], MEASURES)]
+            table("Over iterations", evals, [], ["agent", "iteration", "split"], numbers.MEASURES)]
         if compared is None:
             of_env = [settings_table(runs), changes(runs, last[env]), *of_env]
         tables += [(f"{env}: {name}", columns, rows) for name, columns, rows in of_env]
@@ -175,7 +174,7 @@ def table(
 def last_table(last: list[dict], compared: list[tuple[str, str]]) -> Table:
     """Returns the main table of a report, on the last evaluation of each agent."""
     return table("Evaluation after the last iteration, and differences on the same seeds", last,
-                 compared, ["agent", "split"], MEASURES, ("sampling", "seed", "iteration"))
+                 compared, ["agent", "split"], numbers.MEASURES, ("sampling", "seed", "iteration"))
 
 
 def settings_table(runs: Runs) -> Table:
@@ -218,25 +217,27 @@ def primary(last: dict[str, list[dict]]) -> Table:
 def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
     """Draws the rewards of the target agents over iterations, with one panel per split."""
     evals = [e for e in evals if e["agent"] == "target"]
-    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> points of its curve
-    y = "reward"
+    curves = defaultdict(list)  # (split, arm) -> points
     for arm, (split, i), group in numbers.single(evals, ["split", "iteration"]):
         reward = numbers.interval(group, "reward")
-        curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
-        if reward["half"]:
-            y = "reward, 95% t interval over seeds"
+        curves[split, arm].append((i, reward["mean"], reward["half"] or 0))
     if not curves:
         return
-    drawing, axes = figures.figure(len(curves), height=5)
+    splits = [*dict.fromkeys(e["split"] for e in evals)]
+    drawing, axes = figures.figure(len(splits), height=5)
     models = {config_of(run)["settings"]["model"] for *_, run in each(runs)}
     drawing.suptitle(visible(f"Target agent on {env}, model {', '.join(sorted(models))}"))
-    for ax, (split, of_split) in zip(axes, curves.items()):
-        for n, (arm, points) in enumerate(of_split.items()):
-            style = figures.LINES[n // len(figures.COLOURS) % len(figures.LINES)]
-            seeds = " ".join(map(str, runs[arm]))
-            i, reward, half = zip(*figures.shifted(points, n, len(of_split)))
-            ax.errorbar(i, reward, half if any(half) else None, marker="o", capsize=3,
-                        color=f"C{n}", linestyle=style, label=visible(f"{arm}, seed {seeds}"))
+    y = "reward"
+    for (split, arm), points in curves.items():
+        n = [*runs].index(arm)
+        i, reward, half = zip(*figures.shifted(points, n, len(runs)))
+        if any(half):
+            y = "reward, 95% t interval over seeds"
+        axes[splits.index(split)].errorbar(
+            i, reward, half if any(half) else None, marker="o", capsize=3, color=f"C{n}",
+            linestyle=figures.LINES[n // len(figures.COLOURS) % len(figures.LINES)],
+            label=visible(f"{arm}, seed {' '.join(map(str, runs[arm]))}"))
+    for ax, split in zip(axes, splits):
         figures.label(ax, split, figures.ITERATION, y)
     figures.legend(drawing, axes[0])
     figures.write(drawing, file)

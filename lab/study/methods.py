@@ -176,7 +176,7 @@ def named(given: list[tuple[str, Path]]) -> dict[str, Runs]:
         if evaluated != others:
             raise UsageError(f"{path} has --eval-splits {evaluated}, and {first} {others}; compare "
                              "runs that evaluate the same splits")
-        seed = settings.get("seed", 0)  # a chat endpoint has none
+        seed = settings["seed"]
         first_seed = config.get("branch", {}).get("seed", seed)
         # The outputs that a branch reused may have another seed. Such a run is compared only with
         # runs that have the same two seeds.
@@ -227,11 +227,11 @@ def ignored(settings: dict) -> set[str]:
 
 
 def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
-    """Returns the settings in which the named groups of runs differ. Each such setting has one tuple
-    per group: (setting, name of the group, its values as text).
+    """Returns the settings in which the named groups of runs differ. Each such setting has one
+    tuple per group: (setting, name of the group, its values as text).
 
-    A setting is compared between the groups whose methods read it (see `ignored`). In the other groups, and in runs
-    whose program did not have the setting, its value is "-".
+    A setting is compared between the groups whose methods read it (see `ignored`). In the other
+    groups, and in runs whose program did not have the setting, its value is "-".
     """
     settings = {}  # name of a group -> settings of each of its runs
     for arm, by_seed in runs.items():

@@ -30,6 +30,7 @@ from lab.runfiles import (
 )
 from lab.study.methods import Runs, each, is_target, training_phases
 
+MEASURES = ["reward", "success"]
 THRESHOLDS = (0.6, 0.7, 0.8)  # minimum rewards of a hard negative [Table 2]
 SHARES = ["success", "negative", "hard negative"]
 COSTS = ["steps of the target", "steps of all agents", "tokens of the target", "rollouts"]
@@ -228,10 +229,10 @@ def average(of_envs: list[list[dict]]) -> list[dict]:
     rows = []
     for evals in same.values():
         if len(evals) == len(of_envs):
-            rows.append(evals[0] | dict(
-                iteration="/".join(str(e["iteration"]) for e in evals),
-                reward=[e["reward"][0] for e in evals],
-                success=[e["success"][0] for e in evals]))
+            row = dict(evals[0], iteration="/".join(str(e["iteration"]) for e in evals))
+            for measure in MEASURES:
+                row[measure] = [e[measure][0] for e in evals]
+            rows.append(row)
     return rows
 
 
