@@ -1,0 +1,170 @@
+"""GRPO and PPO: advantages and losses by hand, and an update step against brute force."""
+
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+from conftest import make_model, plain_log_probs
+
+import dpo
+import grpo
+from dpo import Trajectory
+
+
+@pytest.mark.parametrize("advantages_of, rewards, expected", [
+    # mean 0.5, squares 4 x 0.25, over K - 1 = 3: std 0.57735
+    (grpo.advantages_of, [0.0, 1.0, 0.0, 1.0], [-0.866024, 0.866024, -0.866024, 0.866024]),
+    (grpo.advantages_of, [0.5, 0.501], [-0.70611, 0.70611]),
+    (grpo.advantages_of, [0.5, 0.5, 0.5], []), (grpo.advantages_of, [0.7], []),
+    (grpo.advantages_of, [0.1 + 0.2, 0.3], []),  # they differ by rounding
+    # PPO: minus the mean of the others
+    (grpo.leave_one_out, [0.9, 0.6, 0.0], [0.9 - 0.3, 0.6 - 0.45, 0.0 - 0.75]),
+    (grpo.leave_one_out, [0.5] * 4, [0.0] * 4)])
+def test_advantages_by_hand(advantages_of, rewards, expected):
+    assert advantages_of(rewards) == pytest.approx(expected, abs=2e-6)
+
+
+# ---------------------------------------------------------------------------------------- losses
+
+
+def logs(*chances):
+    return [math.log(chance) for chance in chances]
+
+
+def group(counts, advantages, old, ref):
+    """Makes a task group of one trajectory for each of `counts`, which is its number of action
+    tokens. `old` and `ref` are log pi_old and log pi_ref of all action tokens."""
+    episodes = [Trajectory(ids=[0] * (n + 1), action_mask=[0] + [1] * n) for n in counts]
+    return grpo.TaskGroup(episodes, advantages=advantages, old_log_probs=torch.tensor(old),
+                          ref_log_probs=torch.tensor(ref))
+
+
+GRPO = partial(grpo.clipped_loss, clip_low=0.2, clip_high=0.25, kl_term=grpo.k3)
+
+
+def loss_of(policy, groups, kl, loss=GRPO):
+    """Returns the loss, its derivative with respect to each log pi, and its statistics."""
+    policy = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
+    losses, statistics = loss(policy, groups, kl=kl)
+    losses["loss"].backward()
+    return losses["loss"].item(), policy.grad.tolist(), statistics
+
+
+def test_the_loss_of_grpo_by_hand():
+    """There are two task groups, with three trajectories. Ratios are clipped to 0.8 to 1.25, and
+    beta is 0.1.
+
+    pi   old  ref    A  ratio  surrogate            its derivative, d log pi
+    .5   .5   .5     1    1    1                    1
+    .5   .25  .5     1    2    min(2, 1.25)         0
+    .25  .5   .25    1   .5    min(.5, .8)          .5
+    .5   .25  .5    -2    2    min(-4, -2.5)        -4
+    .25  .5   .25   -2   .5    min(-1, -1.6)        0
+    .25  .25  .5     0    1    0, and k3 = 2 - log 2 - 1, of which it is 1 - 2
+    """
+    groups = [group([3], [1.0], logs(.5, .25, .5), logs(.5, .5, .25)),
+              group([2, 1], [-2.0, 0.0], logs(.25, .5, .25), logs(.5, .25, .5))]
+    loss, gradient, statistics = loss_of(logs(.5, .5, .25, .5, .25, .25), groups, 0.1)
+    assert loss == pytest.approx(-(1 + 1.25 + .5 - 4 - 1.6) + 0.1 * (1 - math.log(2)))
+    assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -.1], abs=1e-6)
+    assert statistics == {"action": dict(count=6, clipped=4)}
+
+
+def test_the_loss_of_ppo_by_hand():
+    """Three tokens have advantage 1, one has -2. Ratios are clipped to 0.8 to 1.2.
+
+    pi   old      A = 1                         A = -2                  d log pi
+    .5   .5       min(1, 1) = 1                                         1
+    .25  .2       min(1.25, 1.2) = 1.2                                  0
+    .25  .4       min(0.625, 0.8) = 0.625                               0.625
+    .25  .2                                     min(-2.5, -2.4) = -2.5  -2.5
+    The SFT policy gives the last token probability 1/2, twice that of the policy: 0.1 log 2 more.
+    """
+    of_task = group([1] * 4, [1.0, 1.0, 1.0, -2.0], logs(.5, .2, .4, .2), logs(.5, .25, .25, .5))
+    loss, gradient, _ = loss_of(logs(.5, .25, .25, .25), [of_task], 0.1,
+                                partial(grpo.ppo_loss, clip=0.2))
+    assert loss == pytest.approx(-(1 + 1.2 + 0.625 - 2.5) + 0.1 * math.log(2) ** 2 / 2)
+    assert gradient == pytest.approx([-1, 0, -0.625, 2.5 - 0.1 * math.log(2)], abs=1e-6)
+
+
+@pytest.mark.parametrize("d", [-99.0, 1.0, 19.9, 21.0, 1e4])
+def test_k3_far_from_the_reference_stays_finite_and_pulls_back(d):
+    """Without an advantage the loss is beta k3. Above 20 nats, exp(d) continues as its tangent."""
+    near = min(d, 20.0)
+    exp_d = math.exp(near) * (1 + d - near)
+    loss, gradient, _ = loss_of([-d], [group([1], [0.0], [-d], [0.0])], 2.0)
+    assert loss == pytest.approx(2 * (exp_d - d - 1), rel=1e-5)
+    assert gradient == pytest.approx([2 * (1 - math.exp(near))], rel=1e-5)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_far_away_stays_finite(advantage):
+    loss, gradient, _ = loss_of([-1.0], [group([1], [advantage], [-100.0], [-1.0])], 1.0)
+    assert math.isfinite(loss) and math.isfinite(*gradient)
+
+
+# ------------------------------------------------------------------------------- the update step
+
+
+def played(task, rewards):
+    """Returns a trajectory of random ids with three action tokens for each reward."""
+    rng = random.Random(task)
+    return [Trajectory(task, rollout=n, ids=rng.choices(range(50), k=6),
+                       action_mask=[0, 0, 1, 1, 0, 1], log_probs=[-1.0] * 3, reward=reward)
+            for n, reward in enumerate(rewards)]
+
+
+def test_groups_without_advantages_leave_their_minibatch():
+    """Their rewards are equal. The other groups stay in their minibatches."""
+    def tasks(equal):
+        groups = [grpo.make_group(played(task, [1.0, float(task in equal)])) for task in "abcdef"]
+        batches = grpo.minibatches(groups, 2, random.Random(0))
+        return [{group.trajectories[0].task for group in batch} for batch in batches]
+
+    whole = tasks("")
+    assert [len(batch) for batch in whole] == [2, 2, 2]
+    assert tasks(whole[0]) == whole[1:]
+    one_of_each = {min(batch) for batch in whole}
+    assert tasks(one_of_each) == [batch - one_of_each for batch in whole]
+
+
+def test_an_update_step_equals_brute_force():
+    """Three tasks, each a minibatch. Their ratios are to the policy before the first of them."""
+    model, policy, pi_ref = (make_model(50, seed).eval() for seed in (1, 1, 2))
+    episodes = dict(a=played("a", [0.0, 1.0]), b=played("b", [0.2, 0.0, 0.4]),
+                    c=played("c", [0.5, 0.5]))  # c has no advantages
+    every = sum(episodes.values(), [])
+    for t in every:  # exp(0.3) and exp(-0.3) are outside of the clip range of 0.8 to 1.28
+        old = plain_log_probs(policy, t.ids, t.action_mask)
+        t.log_probs = (old - torch.tensor([0.0, 0.3, -0.3])).tolist()
+
+    def log_probs(agent, task):
+        return torch.cat([plain_log_probs(agent, t.ids, t.action_mask) for t in episodes[task]])
+
+    groups = {task: grpo.make_group(episodes[task]) for task in "ab"}
+    for task, group in groups.items():
+        group.old_log_probs = log_probs(policy, task).detach()
+        group.ref_log_probs = log_probs(pi_ref, task).detach()
+    kl = sum((group.old_log_probs - group.ref_log_probs).sum().item() for group in groups.values())
+
+    update = partial(grpo.update, model, pi_ref, dpo.adamw(model), minibatch=1, lr=5e-3,
+                     loss=partial(GRPO, kl=0.1), log_probs=dpo.token_log_probs, max_grad_norm=1e9)
+    nothing = update(episodes["c"], rng=random.Random(0))
+    assert nothing == dict(groups=0, updates=[], sampler={}, kl=0)
+    numbers = update(every, rng=random.Random(0))
+    adamw = torch.optim.AdamW(policy.parameters(), 5e-3, weight_decay=0)
+    order = [task for task in random.Random(0).sample("abc", 3) if task in groups]
+    for task, line in zip(order, numbers["updates"], strict=True):
+        losses, _ = GRPO(log_probs(policy, task), [groups[task]], kl=0.1)
+        mean = losses["loss"] / (3 * len(episodes[task]))  # over action tokens
+        assert line["loss"] == pytest.approx(mean.item())
+        adamw.zero_grad()
+        mean.backward()
+        adamw.step()
+    for p, expected in zip(model.parameters(), policy.parameters()):
+        torch.testing.assert_close(p, expected, atol=1e-7, rtol=0)
+    assert (numbers["groups"], numbers["kl"]) == (2, pytest.approx(kl / 5))
+    mismatch = dict(mean=0.0, rms=math.sqrt(0.18 / 3), beyond=2 / 3)
+    assert numbers["sampler"] == pytest.approx(mismatch, abs=1e-6)
