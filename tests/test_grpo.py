@@ -108,63 +108,46 @@ def test_a_ratio_far_away_stays_finite(advantage):
 # ------------------------------------------------------------------------------- the update step
 
 
-def played(task, rewards):
-    """Returns a trajectory of random ids with three action tokens for each reward."""
-    rng = random.Random(task)
-    return [Trajectory(task, rollout=n, ids=rng.choices(range(50), k=6),
-                       action_mask=[0, 0, 1, 1, 0, 1], log_probs=[-1.0] * 3, reward=reward)
-            for n, reward in enumerate(rewards)]
-
-
-def test_groups_without_advantages_leave_their_minibatch():
-    """Their rewards are equal. The other groups stay in their minibatches."""
-    def tasks(equal):
-        groups = [grpo.make_group(played(task, [1.0, float(task in equal)])) for task in "abcdef"]
-        batches = grpo.minibatches(groups, 2, random.Random(0))
-        return [{group.trajectories[0].task for group in batch} for batch in batches]
-
-    whole = tasks("")
-    assert [len(batch) for batch in whole] == [2, 2, 2]
-    assert tasks(whole[0]) == whole[1:]
-    one_of_each = {min(batch) for batch in whole}
-    assert tasks(one_of_each) == [batch - one_of_each for batch in whole]
-
-
 def test_an_update_step_equals_brute_force():
-    """Three tasks, each a minibatch. Their ratios are to the policy before the first of them."""
+    """Four tasks in two minibatches. Ratios are to the policy before the first of them. The task that
+    is drawn first has equal rewards, hence no advantages, and leaves its minibatch."""
+    equal, *order = random.Random(0).sample("abcd", 4)
     model, policy, pi_ref = (make_model(50, seed).eval() for seed in (1, 1, 2))
-    episodes = dict(a=played("a", [0.0, 1.0]), b=played("b", [0.2, 0.0, 0.4]),
-                    c=played("c", [0.5, 0.5]))  # c has no advantages
-    every = sum(episodes.values(), [])
-    for t in every:  # exp(0.3) and exp(-0.3) are outside of the clip range of 0.8 to 1.28
+    rng = random.Random(1)
+    episodes = {}
+    for task in "abcd":
+        episodes[task] = [
+            Trajectory(task, ids=rng.choices(range(50), k=6), action_mask=[0, 0, 1, 1, 0, 1],
+                       reward=reward * (task != equal)) for reward in (0.0, 0.2, 1.0)]
+    for t in sum(episodes.values(), []):  # exp(0.3) and exp(-0.3) are outside of 0.8 to 1.28
         old = plain_log_probs(policy, t.ids, t.action_mask)
         t.log_probs = (old - torch.tensor([0.0, 0.3, -0.3])).tolist()
 
     def log_probs(agent, task):
         return torch.cat([plain_log_probs(agent, t.ids, t.action_mask) for t in episodes[task]])
 
-    groups = {task: grpo.make_group(episodes[task]) for task in "ab"}
+    groups = {task: grpo.make_group(episodes[task]) for task in order}
     for task, group in groups.items():
         group.old_log_probs = log_probs(policy, task).detach()
         group.ref_log_probs = log_probs(pi_ref, task).detach()
     kl = sum((group.old_log_probs - group.ref_log_probs).sum().item() for group in groups.values())
 
-    update = partial(grpo.update, model, pi_ref, dpo.adamw(model), minibatch=1, lr=5e-3,
+    update = partial(grpo.update, model, pi_ref, dpo.adamw(model), minibatch=2, lr=5e-3,
                      loss=partial(GRPO, kl=0.1), log_probs=dpo.token_log_probs, max_grad_norm=1e9)
-    nothing = update(episodes["c"], rng=random.Random(0))
+    nothing = update(episodes[equal], rng=random.Random(0))
     assert nothing == dict(groups=0, updates=[], sampler={}, kl=0)
-    numbers = update(every, rng=random.Random(0))
+    numbers = update(sum(episodes.values(), []), rng=random.Random(0))
     adamw = torch.optim.AdamW(policy.parameters(), 5e-3, weight_decay=0)
-    order = [task for task in random.Random(0).sample("abc", 3) if task in groups]
-    for task, line in zip(order, numbers["updates"], strict=True):
-        losses, _ = GRPO(log_probs(policy, task), [groups[task]], kl=0.1)
-        mean = losses["loss"] / (3 * len(episodes[task]))  # over action tokens
+    for tasks, line in zip([order[:1], order[1:]], numbers["updates"], strict=True):
+        pi = torch.cat([log_probs(policy, task) for task in tasks])
+        losses, _ = GRPO(pi, [groups[task] for task in tasks], kl=0.1)
+        mean = losses["loss"] / len(pi)  # over action tokens
         assert line["loss"] == pytest.approx(mean.item())
         adamw.zero_grad()
         mean.backward()
         adamw.step()
     for p, expected in zip(model.parameters(), policy.parameters()):
         torch.testing.assert_close(p, expected, atol=1e-7, rtol=0)
-    assert (numbers["groups"], numbers["kl"]) == (2, pytest.approx(kl / 5))
+    assert (numbers["groups"], numbers["kl"]) == (3, pytest.approx(kl / 9))
     mismatch = dict(mean=0.0, rms=math.sqrt(0.18 / 3), beyond=2 / 3)
     assert numbers["sampler"] == pytest.approx(mismatch, abs=1e-6)
