@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from conftest import LIMIT, Toy, one_token_at_a_time
+from conftest import LIMIT, Toy
 
 from common.settings import UsageError
 from dpo import Trajectory
@@ -33,16 +33,22 @@ class Echo(Toy):
         return Step(page, 0.25 * self.turns, done, 0.5 * self.turns)
 
 
-def play(agent, make_env=Echo, temperature=1.0, slots=3):
+def play(agent, make_env=Echo, temperature=1.0, slots=3, backend="kv_cache"):
     """Plays eight episodes, each with its own RNG, like a run does. Each ends once."""
     model, encoder = agent
-    draw = TokenSampler(encoder.sampler(temperature), encoder, Echo.stops)
-    answer = make_generator("kv_cache", model, draw, slots, 400, 8, 100)
+    sampler = TokenSampler(encoder.sampler(temperature), encoder, Echo.stops)
+    generate = make_generator(backend, model, sampler, slots, 400, 8, 100)
     trajectories = [Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in range(8)]
     over = []
-    rollouts.play(make_env, encoder, trajectories, answer, slots, 400, over.append)
+    rollouts.play(make_env, encoder, trajectories, generate, slots, 400, over.append)
     assert sorted(t.task for t in over) == [t.task for t in trajectories]
     return trajectories
+
+
+def check_equal(trajectories, others):
+    for t, other in zip(trajectories, others, strict=True):
+        assert t.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        assert replace(t, log_probs=[]) == replace(other, log_probs=[])
 
 
 def log_probs_of(ids):
@@ -114,36 +120,13 @@ def test_an_episode_whose_context_is_full_ends_there(encoder):
         assert t.ended == "context_limit" and len(t.log_probs) == sum(t.action_mask)
 
 
-def played_alone(agent, task, seed, temperature):
-    """Plays an episode with a full forward pass for each token, with at most four replies of eight
-    tokens. Returns (ids, mask, reward) and the log-probabilities."""
-    model, encoder = agent
-    env = Echo()
-    rng = random.Random(seed)
-    ids = encoder.start(env.opening(env.reset(task)))
-    mask = [0] * len(ids)
-    logs = []
-    for turn in range(4):
-        new, log_probs = one_token_at_a_time(model, encoder, ids, rng, temperature, 8)
-        logs += log_probs
-        added = [] if new[-1] == encoder.end_of_turn else [encoder.end_of_turn]
-        step = env.step(encoder.decode(new).strip())
-        over = step.done or turn == 3
-        page = [] if over else encoder.observation(step.observation)
-        ids = ids + new + added + page
-        mask = mask + [1] * len(new) + [0] * len(added + page)
-        if over:
-            return (ids, mask, step.reward), logs
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
     """Compares each episode with one that is played alone, without a KV cache."""
+    played = play(agent, temperature=temperature)
+    check_equal(played, play(agent, temperature=temperature, slots=1, backend="single"))
     words = set()
-    for n, t in enumerate(play(agent, temperature=temperature)):
-        alone, logs = played_alone(agent, t.task, t.seed, temperature)
-        assert (t.ids, t.action_mask, t.reward) == alone
-        assert t.log_probs == pytest.approx(logs, abs=1e-5)
+    for n, t in enumerate(played):
         # Every third task is done after two replies.
         assert (t.ended, t.turns) == (("turn_limit", 4) if n % 3 else ("done", 2))
         words.update(i for i, acts in zip(t.ids, t.action_mask) if acts)
@@ -175,13 +158,10 @@ def breaking(*at, error=EnvError("the shop is gone")):
 
 def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agent, monkeypatch):
     monkeypatch.setattr(rollouts, "WAITS", [0.0] * 12)
-    expected = play(agent)
     closed = []
     env = breaking(*random.Random(0).sample(range(1, 40), 12))
     env.close = lambda self: closed.append(self)
-    for t, alike in zip(play(agent, env), expected, strict=True):
-        assert t.log_probs == pytest.approx(alike.log_probs, abs=1e-9)
-        assert replace(t, log_probs=[]) == replace(alike, log_probs=[])
+    check_equal(play(agent, env), play(agent))
     assert next(env.calls) > 40
     assert len(closed) == 12 + 3  # at each fault, and those of three slots at the end
 

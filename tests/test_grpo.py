@@ -1,4 +1,4 @@
-"""GRPO and PPO: advantages and losses by hand, and an update step against brute force."""
+"""GRPO and PPO: advantages and losses by hand, and an update step."""
 
 import math
 import random
@@ -13,17 +13,16 @@ import grpo
 from dpo import Trajectory
 
 
-@pytest.mark.parametrize("advantages_of, rewards, expected", [
-    # mean 0.5, squares 4 x 0.25, over K - 1 = 3: std 0.57735
-    (grpo.advantages_of, [0.0, 1.0, 0.0, 1.0], [-0.866024, 0.866024, -0.866024, 0.866024]),
-    (grpo.advantages_of, [0.5, 0.501], [-0.70611, 0.70611]),
-    (grpo.advantages_of, [0.5, 0.5, 0.5], []), (grpo.advantages_of, [0.7], []),
-    (grpo.advantages_of, [0.1 + 0.2, 0.3], []),  # they differ by rounding
-    # PPO: minus the mean of the others
-    (grpo.leave_one_out, [0.9, 0.6, 0.0], [0.9 - 0.3, 0.6 - 0.45, 0.0 - 0.75]),
-    (grpo.leave_one_out, [0.5] * 4, [0.0] * 4)])
-def test_advantages_by_hand(advantages_of, rewards, expected):
-    assert advantages_of(rewards) == pytest.approx(expected, abs=2e-6)
+@pytest.mark.parametrize("rewards, of_grpo, of_ppo", [
+    # mean 0.5, squares 4 x 0.25, over K - 1 = 3: std 0.57735; PPO: minus the mean of the others
+    ([0.0, 1.0, 0.0, 1.0], [-0.866024, 0.866024] * 2, [-2 / 3, 2 / 3] * 2),
+    ([0.9, 0.6, 0.0], [0.872870, 0.218217, -1.091087], [0.9 - 0.3, 0.6 - 0.45, 0.0 - 0.75]),
+    ([0.5, 0.501], [-0.70611, 0.70611], [-0.001, 0.001]),
+    ([0.5] * 3, [], [0.0] * 3), ([0.1 + 0.2, 0.3], [], [0.0] * 2)])  # they differ by rounding
+def test_advantages_by_hand(rewards, of_grpo, of_ppo):
+    assert grpo.advantages_of(rewards) == pytest.approx(of_grpo, abs=3e-6)
+    assert grpo.leave_one_out(rewards) == pytest.approx(of_ppo, abs=1e-9)
+    assert grpo.advantages_of(rewards[:1]) == []
 
 
 # ---------------------------------------------------------------------------------------- losses
