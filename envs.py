@@ -271,6 +271,13 @@ class Environment(Interaction):
                           f"{', '.join(self.splits)}")
         return [f"{self.name}-{split}-{key}" for key in self.splits.get(split, self._added)]
 
+    def check(self, splits: list[str]) -> str:
+        """Checks the tasks of some splits before a run, and returns a line to print, or "".
+
+        Raises UsageError if they cannot be used.
+        """
+        return ""
+
     def find(self, task: str):
         """Returns the value of the task with this id. Raises ValueError if the id is unknown."""
         try:

@@ -484,6 +484,9 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
         if name not in reads:
             problems.append(f"{flag(name)} is not read by --method {settings.method}")
     for name, value in (vars(settings) | vars(env_settings)).items():
+        followed = declared[name].follows
+        if followed and value == getattr(settings, followed):
+            continue  # an invalid value is reported once
         limits = [mark for mark in declared[name].marks if isinstance(mark, Limits)]
         for limit in [FINITE, *limits]:
             if name in reads and not limit.holds(value, settings):

@@ -247,7 +247,7 @@ class Phases:
         the key.
 
         If a user has edited an output after the phase wrote it, the edited output is used. Its
-        record in phases.json then has the entry `edited`.
+        record in phases.json then has the entry `edited`, the hash of its edited content.
 
         Args:
             output: The name of the output, which is a file or a folder in the run's folder.
@@ -301,7 +301,7 @@ class Phases:
 
         # 3. Return the saved value.
         if "content" in row:
-            return Saved.in_file(path, row["content"], inputs)
+            return Saved.in_file(path, row.get("edited", row["content"]), inputs)
         self.keys[path] = row["cache_key"]
         return path
 
@@ -338,8 +338,7 @@ class Phases:
         row.pop("edited", None)
         path = self.folder / output
         if is_edited(path, row):
-            row["content"] = content_hash(read(path, inputs, self.encoder.vocabulary_size))
-            row["edited"] = True
+            row["edited"] = content_hash(read(path, inputs, self.encoder.vocabulary_size))
             self.print(f"{output} was edited; the run uses it as it is, but its recorded numbers "
                        "are from before the edit")
         elif path.is_file():

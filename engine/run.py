@@ -53,6 +53,8 @@ class Run(Phases):
         self.env = self.make_env()
         self.splits = {"test": self.env.test_splits, "validation": ("validation",),
                        "all": ("validation", *self.env.test_splits)}[s.eval_splits]
+        if machine.main and (line := self.env.check(["train", *self.splits])):
+            print(line)
         # Read the config and the tokenizer of the base model. The weights are not read here.
         self.base = models.folder_of(s.model)
         self.model_config = models.read_config(self.base)

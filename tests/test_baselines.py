@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def played(task, reward, *replies, agent="target", opening=("a page",)):
     turns = [dict(role="user", content=text) for text in opening]
     for text in replies:
         turns += [dict(role="assistant", content=text), dict(role="user", content="next")]
-    return Trajectory(task, agent, reward=reward, turns=len(replies), messages=turns[:-1])
+    return Trajectory(task, agent, reward=reward, turns=len(replies), messages=turns[:-1],
+                      action_mask=[1])
 
 
 def test_join_by_hand():
@@ -73,15 +75,16 @@ def test_join_by_hand():
     experts = [played("a", 1.0, "x", "y", agent="expert"), played("b", 1.0, "x", agent="expert")]
     shown = played("a", 1.0, "z", opening=("rules", "an example's task", "Observation: a page"))
     shown.messages[1]["role"] = "assistant"
-    new, dropped = played("a", 1.0, "x"), Counter()
-    found = baselines.join(experts, {
-        "a": [played("a", 0.9, "w"), played("a", 1.0, "x", "Thought: I know it.\nAction: y"), new,
-              played("a", 1.0, "Thought: why not?\nAction:  x"), shown],
-        "b": [played("b", 1.0, "x")]}, dropped, OneReply())
+    new, full = played("a", 1.0, "x"), played("a", 1.0, "y")
+    full.ended = "context_limit"
+    found, numbers = baselines.join_successes(SimpleNamespace(env=OneReply()), experts, [
+        played("a", 0.9, "w"), played("a", 1.0, "x", "Thought: I know it.\nAction: y"), new,
+        played("a", 1.0, "Thought: why not?\nAction:  x"), shown], [full, played("b", 1.0, "x")])
     assert found[:3] == [*experts, new]
     assert [[m["content"] for m in t.messages] for t in found[3:]] == [["a page", "z"]]
     assert len(shown.messages) == 4
-    assert dropped == {"failure": 1, "known already": 3}
+    assert numbers == dict(experts=2, successes=2, dropped={
+        "failure": 1, "known already": 3, "too long": 1})
 
 
 def successes(episodes):
@@ -135,10 +138,10 @@ def test_advantages_by_hand():
     assert baselines.leave_one_out([0.9, 0.6, 0.0]) == pytest.approx(
         [0.9 - 0.3, 0.6 - 0.45, 0.0 - 0.75])
     assert baselines.leave_one_out([0.5] * 4) == [0.0] * 4
-    one, other, dropped = Trajectory(reward=0.5), Trajectory(reward=1.0), Counter()
-    groups = baselines.make_groups({"a": [one], "b": [one, other]}, dropped)
+    one, other = Trajectory(reward=0.5), Trajectory(reward=1.0)
+    groups, unused = baselines.make_groups([[one], [], [one, other]])
     assert [group.advantages for group in groups] == [[-0.5, 0.5]]
-    assert dropped == {"the only rollout of its task": 1}
+    assert unused == ["the only rollout of its task"]
 
 
 def said(token, reward=0.0):

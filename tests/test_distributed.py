@@ -17,7 +17,7 @@ import dpo
 from common.files import read_jsonl
 from engine import models, rollouts
 from engine.chat import Encoder
-from engine.forward_passes import distributed_log_probs, fits_in_round
+from engine.forward_passes import average_and_clip, distributed_log_probs, fits_in_round
 from envs import EnvError
 
 
@@ -48,15 +48,15 @@ def train(accelerator, folder, shard):
     fits = partial(fits_in_round, tokens=40, ranks=accelerator.num_processes)
     dpo.add_references(model, groups, log_probs, fits)
     steps = [[groups[i] for i in batch] for batch in ([0, 1, 2], [3], [4, 5], [5, 0, 1], [2])]
-    log = list(dpo.train(model, dpo.adamw(model, 0.01), steps, dpo.learning_rates(5, 1e-3, 0.5, True),
-                         partial(dpo.preference_loss, beta=0.1), dpo.pair_count, log_probs,
-                         fits=fits))
+    log = dpo.train(model, dpo.adamw(model, 0.01), steps, dpo.learning_rates(5, 1e-3, 0.5, True),
+                    partial(dpo.preference_loss, beta=0.1), dpo.pair_count, log_probs, fits=fits,
+                    clip=average_and_clip)
     plays = models.make_inference_copy(model, torch.float32)  # as evolve.py's agents do in training
     ids = torch.tensor([random_trajectories(9)[0].ids])
     moved = (plays(ids).logits - model(ids).logits).abs().max().item()
     models.save(accelerator, model, Encoder(make_tokenizer("chatml")), folder / "after")
     alone = distributed_log_probs(accelerator, model, random_trajectories(9, 30), 0).tolist()
-    return dict(log=log, reference=[t.reference for t in dpo.trajectories_of(groups)], alone=alone,
+    return dict(log=log, reference=[t.ref_log_prob for t in dpo.trajectories_of(groups)], alone=alone,
                 moved=moved)
 
 
@@ -179,13 +179,13 @@ def bf16(accelerator, folder, shard):
         dpo.add_references(model, groups, log_probs)
         loss = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.0)
         [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,
-                           log_probs)
+                           log_probs, clip=average_and_clip)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
         for name, p in unsharded(model).items():
             if ".layers." in name and p.ndim == 2:
                 assert (p != before[name]).float().mean() > 0.99, name
-        results[precision] = line["loss"], [t.reference for t in dpo.trajectories_of(groups)]
+        results[precision] = line["loss"], [t.ref_log_prob for t in dpo.trajectories_of(groups)]
     return results
 
 

@@ -82,6 +82,8 @@ def test_a_command_of_the_docs_is_valid(line, monkeypatch):
         named = re.search(r'^commands="(.*)\$environments"', (ROOT / "run.sh").read_text(), re.M)
         assert command in [*named[1].split(), *ENVIRONMENTS, "ENV"]
         read_run_sh(command, words, monkeypatch)
+    elif words[0] == "source":
+        assert words[1] == ".venv/bin/activate"
     elif "-m" in words:
         _, module, *words = words[words.index("-m"):]
         if module != "lab.NAME":

@@ -1,10 +1,9 @@
-"""GRPO and task evolution: the loss, the signals, new tasks, the whole loop."""
+"""Task evolution: the signals, new tasks, the whole loop. The loss is in test_grpo.py."""
 
-import math
 import os
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,82 +11,14 @@ import torch
 from conftest import ended, fork_ranks, kills_until_it_ends
 
 import evolve
-from coevolve import by_task
-from common.files import read_json, read_jsonl, write_jsonl
+from common.files import read_json, read_jsonl
 from common.settings import UsageError, parse
 from dpo import Trajectory
 from engine import run as engine_run
-from engine.records import read
+from engine.trajectories import read
 from environments import converse, environment, make
 from envs import Environment, Step
-
-# ---------------------------------------------------------------------------------------- GRPO
-
-
-@pytest.mark.parametrize("rewards, expected", [
-    # mean 0.5, squares 4 x 0.25, over K - 1 = 3: std 0.57735
-    ([0.0, 1.0, 0.0, 1.0], [-0.866024, 0.866024, -0.866024, 0.866024]),
-    ([0.5, 0.501], [-0.70611, 0.70611]),
-    ([0.5, 0.5, 0.5], []), ([0.7], []), ([0.1 + 0.2, 0.3], [])])  # equals, but for rounding
-def test_advantages_by_hand(rewards, expected):
-    assert evolve.advantages_of(rewards) == pytest.approx(expected, abs=2e-6)
-
-
-def group(counts, advantages, old, ref):
-    """Makes a task group of one trajectory for each of `counts`, which is its number of action
-    tokens. `old` and `ref` are log pi_old and log pi_ref of all action tokens."""
-    episodes = [Trajectory(ids=[0] * (n + 1), action_mask=[0] + [1] * n) for n in counts]
-    return evolve.TaskGroup(episodes, advantages=advantages, old_log_probs=torch.tensor(old),
-                            ref_log_probs=torch.tensor(ref))
-
-
-def loss_of(policy, groups, kl, low=0.2, high=0.25):
-    """Returns the GRPO loss, its derivative with respect to each log pi, and its statistics."""
-    policy = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
-    terms, statistics = evolve.grpo_loss(policy, groups, low, high, kl)
-    terms["loss"].backward()
-    return terms["loss"].item(), policy.grad.tolist(), statistics
-
-
-def test_the_loss_by_hand():
-    """There are two task groups, with three trajectories. Ratios are clipped to 0.8 to 1.25, and
-    beta is 0.1.
-
-    pi   old  ref    A  ratio  surrogate            its derivative, d log pi
-    .5   .5   .5     1    1    1                    1
-    .5   .25  .5     1    2    min(2, 1.25)         0
-    .25  .5   .25    1   .5    min(.5, .8)          .5
-    .5   .25  .5    -2    2    min(-4, -2.5)        -4
-    .25  .5   .25   -2   .5    min(-1, -1.6)        0
-    .25  .25  .5     0    1    0, and k3 = 2 - log 2 - 1, of which it is 1 - 2
-    """
-    def logs(*chances):
-        return [math.log(chance) for chance in chances]
-
-    groups = [group([3], [1.0], logs(.5, .25, .5), logs(.5, .5, .25)),
-              group([2, 1], [-2.0, 0.0], logs(.25, .5, .25), logs(.5, .25, .5))]
-    loss, gradient, statistics = loss_of(logs(.5, .5, .25, .5, .25, .25), groups, kl=0.1)
-    assert loss == pytest.approx(-(1 + 1.25 + .5 - 4 - 1.6) + 0.1 * (1 - math.log(2)))
-    assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -.1], abs=1e-6)
-    assert statistics == {"action": dict(count=6, clipped=4)}
-
-
-@pytest.mark.parametrize("d", [-99.0, 1.0, 19.9, 21.0, 1e4])
-def test_k3_far_from_the_reference_stays_finite_and_pulls_back(d):
-    """Without an advantage the loss is beta k3. Above 20 nats, exp(d) continues as its tangent."""
-    loss, gradient, statistics = loss_of([-d], [group([1], [0.0], [-d], [0.0])], kl=2.0)
-    near = min(d, 20.0)
-    exp_d = math.exp(near) * (1 + d - near)
-    assert loss == pytest.approx(2 * (exp_d - d - 1), rel=1e-5)
-    assert gradient == pytest.approx([2 * (1 - math.exp(near))], rel=1e-5)
-    assert ("far" in statistics) == (d > 20)
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_ratio_far_away_stays_finite(advantage):
-    loss, gradient, _ = loss_of([-1.0], [group([1], [advantage], [-100.0], [-1.0])], kl=1.0)
-    assert math.isfinite(loss) and math.isfinite(*gradient)
-
+from grpo import advantages_of
 
 # ----------------------------------------------------------------------- signals, picks and plans
 
@@ -148,15 +79,17 @@ def test_signals_pick_in_turn_and_a_task_once():
     assert [row["task"] for row in evolve.pick(kinds, 2)] == ["a1", "b1", "c2", "a3", "c3"]
 
 
-def test_an_epoch_has_every_task_and_no_step_has_one_twice(tmp_path):
+def task_set(tasks):
+    return [dict(task=task) for task in tasks]
+
+
+def test_an_epoch_has_every_task_and_no_step_has_one_twice():
     """Four tasks a step; D has six at first, and eight from step 2 on."""
-    run = SimpleNamespace(main=True, settings=evolve.Settings(step_tasks=4, evolve_every=1))
+    run = SimpleNamespace(settings=evolve.Settings(step_tasks=4, evolve_every=1))
     planned, before = [], []
     for i in range(1, 42):
-        write_jsonl(tmp_path / "d", [dict(task=task) for task in "abcdefgh"[:6 if i == 1 else 8]])
-        evolve.plan(run, tmp_path / str(i), [tmp_path / "d"], before, i=i, steps=1)
-        before = [tmp_path / str(i)]
-        planned.append(read_jsonl(before[0])[0]["tasks"])
+        before, _ = evolve.plan(run, task_set("abcdefgh"[:6 if i == 1 else 8]), before, i=i, steps=1)
+        planned.append(before[0]["tasks"])
     assert all(len({*tasks}) == len(tasks) == 4 for tasks in planned)
     in_order = sum(planned, [])
     assert sorted(in_order[:6]) == [*"abcdef"]  # the epoch that had started ends
@@ -164,26 +97,10 @@ def test_an_epoch_has_every_task_and_no_step_has_one_twice(tmp_path):
         assert sorted(in_order[first:first + 8]) == [*"abcdefgh"]
 
 
-def test_a_small_set_is_played_whole(tmp_path):
-    run = SimpleNamespace(main=True, settings=evolve.Settings(step_tasks=4, evolve_every=9))
-    write_jsonl(tmp_path / "d", [dict(task=task) for task in "abc"])
-    evolve.plan(run, tmp_path / "3", [tmp_path / "d"], [], i=3, steps=2)
-    rows = read_jsonl(tmp_path / "3")
+def test_a_small_set_is_played_whole():
+    run = SimpleNamespace(settings=evolve.Settings(step_tasks=4, evolve_every=9))
+    rows, _ = evolve.plan(run, task_set("abc"), [], i=3, steps=2)
     assert [(row["step"], sorted(row["tasks"])) for row in rows] == [(19, [*"abc"]), (20, [*"abc"])]
-
-
-def test_a_minibatch_counts_the_tasks_that_it_leaves_out():
-    """Groups with equal rewards have no advantages. The others stay in their minibatch."""
-    def cut(equal):
-        groups = [evolve.make_group(segment(task, [1, task in equal])) for task in "abcdef"]
-        batches = evolve.minibatches(groups, 2, random.Random(0))
-        return [{group.trajectories[0].task for group in batch} for batch in batches]
-
-    whole = cut("")
-    assert [len(batch) for batch in whole] == [2, 2, 2]
-    assert cut(whole[0]) == whole[1:]
-    one_of_each = {min(batch) for batch in whole}
-    assert cut(one_of_each) == [batch - one_of_each for batch in whole]
 
 
 # ------------------------------------------------------------------ new tasks of the built-in environments
@@ -405,7 +322,7 @@ class Discreet(Smith):
 
 
 @pytest.mark.parametrize("verify, third", [(True, "odd"), (False, None)])
-def test_finds_are_judged_in_their_order(verify, third, tmp_path, monkeypatch):
+def test_finds_are_judged_in_their_order(verify, third, monkeypatch):
     """By hand, of tasks of which 16 is in D, and three may join."""
     def find(number, text=None, solution="c"):
         task = None if number is None else dict(number=number)
@@ -424,12 +341,9 @@ def test_finds_are_judged_in_their_order(verify, third, tmp_path, monkeypatch):
     env.task_generator = Discreet
     monkeypatch.setattr(evolve, "MOST_NEW_TASKS", 3)
     s = evolve.Settings(near_text=0.75, verify=verify)
-    run = SimpleNamespace(settings=s, main=True, machine=SimpleNamespace(gather=list),
-                          make_env=lambda: env)
-    write_jsonl(tmp_path / "finds", finds)
-    write_jsonl(tmp_path / "d", [dict(task="letters-added-0", definition=dict(number=16))])
-    numbers = evolve.judge(run, tmp_path / "out", tmp_path / "finds", [tmp_path / "d"], i=1)
-    rows = read_jsonl(tmp_path / "out")
+    run = SimpleNamespace(settings=s, on_main=lambda function: function(), make_env=lambda: env)
+    d = [dict(task="letters-added-0", definition=dict(number=16))]
+    rows, numbers = evolve.judge(run, finds, d, i=1)
     assert [row["reason"] for row in rows] == reasons
     assert [row["replayed"] for row in rows] == [verify and r in (None, "odd") for r in reasons]
     assert numbers["refused"] == Counter(reason for reason in reasons if reason)
@@ -502,10 +416,12 @@ def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
     """In the first step, the policy equals the sampler's and the reference."""
     r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, MINIBATCH=9, grpo_lr=1e-2)
     [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
-    groups = by_task(read(r.folder / "iter1/target-agent/episodes.jsonl"))
+    groups = defaultdict(list)
+    for t in read(r.folder / "iter1/target-agent/episodes.jsonl"):
+        groups[t.task].append(t)
     total = tokens = 0
     for group in groups.values():
-        for t, advantage in zip(group, evolve.advantages_of([t.reward for t in group])):
+        for t, advantage in zip(group, advantages_of([t.reward for t in group])):
             total += advantage * t.action_count
             tokens += t.action_count
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-5)

@@ -10,6 +10,7 @@ import torch
 from conftest import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import coevolve
 from common.files import read_jsonl
 from common.settings import UsageError
 from engine.chat import Encoder
@@ -49,24 +50,21 @@ def read(path, **settings):
                            main=True, name="", done={}, ids_by_name={}, print=print)
 
 
-def made_of(path, tmp_path, **settings):
+def made_of(path, **settings):
     """Returns the experts and the pairs of a file, and the counts of dropped trajectories of
     both."""
     run = read(path, **settings)
-    experts = tmp_path / "experts.jsonl"
-    best = learn.best(run, experts, path)
+    experts, best = learn.best(run, path)
     played = {}
     for name in dict.fromkeys(t.agent for t in run.trajectories):
-        played[name] = tmp_path / f"{name}.jsonl"
-        learn.others(run, played[name], path, experts, name)
-    pairs = learn.make_pairs(run, tmp_path / "pairs.jsonl", experts, played, "target")
-    return (read_jsonl(experts), read_jsonl(tmp_path / "pairs.jsonl"), best["dropped"],
-            pairs["dropped"])
+        played[name], _ = learn.others(run, path, experts, name)
+    pairs, numbers = learn.make_pairs(run, experts, played)
+    return experts, pairs, best["dropped"], numbers["dropped"]
 
 
 def sides(pairs):
     """Returns (kind, line of the chosen trajectory, line of the rejected one) of each pair."""
-    return [(r["kind"], r["chosen"]["rollout"], r["rejected"]["rollout"]) for r in pairs]
+    return [(pair.kind, pair.chosen.rollout, pair.rejected.rollout) for pair in pairs]
 
 
 # Eq. (8) pairs each with its expert, and F_tgt x F_fail, the first agent of the file being the
@@ -88,27 +86,27 @@ MINE, THEIRS = dict(agent="mine"), dict(agent="theirs")
     ([row("a", 1.0, "x", "y"), row("a", 0.25, "x", "y"), row("a", 0.5, "z"), row("a", 0.75, "z")],
      [("expert>target", 1, 3), ("expert>target", 1, 4), ("failure>failure", 3, 2),
       ("failure>failure", 4, 2)], [(0.5, 0.5), (0.5, 0.5), (1 / 3, 0.0), (1 / 3, 0.0)])])
-def test_pairs_by_hand(file, tmp_path, rows, expected, weights):
-    _, pairs, _, dropped = made_of(file(rows), tmp_path)
+def test_pairs_by_hand(file, rows, expected, weights):
+    _, pairs, _, dropped = made_of(file(rows))
     assert sorted(sides(pairs)) == sorted(expected)
     if weights:
-        assert [(r["weight"], r["sft_weight"]) for r in pairs] == weights
-    assert dropped == ({"the same text": 2} if weights and len(weights) == 4 else
+        assert [(pair.weight, pair.sft_weight) for pair in pairs] == weights
+    assert dropped == ({coevolve.SAME_TOKENS: 2} if weights and len(weights) == 4 else
                        {"as good as the expert": 1} if weights else {})
 
 
-def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file, tmp_path):
+def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file):
     nothing = [row("c", 0, "x"), row("c", 0.0, "y")]
-    experts, pairs, dropped, _ = made_of(file([*ROWS, *nothing]), tmp_path)
-    assert [(t["task"], t["reward"], t["agent"]) for t in experts] == [
+    experts, pairs, dropped, _ = made_of(file([*ROWS, *nothing]))
+    assert [(t.task, t.reward, t.agent) for t in experts] == [
         ("a", 1.0, "expert"), ("b", 0.75, "expert")]
-    assert {r["task"] for r in pairs} == {"a"}
+    assert {pair.chosen.task for pair in pairs} == {"a"}
     assert dropped == {"of tasks without an expert": 2}
     # With a higher limit, a trajectory that solves its task is still an expert.
-    experts, *_ = made_of(file(ROWS), tmp_path, expert_min_reward=1.0)
-    assert [t["task"] for t in experts] == ["a"]
+    experts, *_ = made_of(file(ROWS), expert_min_reward=1.0)
+    assert [t.task for t in experts] == ["a"]
     with pytest.raises(UsageError, match="no expert trajectory is left: .* lower --expert-min-reward 0.0"):
-        made_of(file(nothing), tmp_path)
+        made_of(file(nothing))
 
 
 def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_model, tmp_path, capsys):
@@ -159,7 +157,7 @@ def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_mod
     (row("a", 1.5, "x"), "reward 1.5 is not a number from 0 to 1"),
     (row("a", True, "x"), "reward True is not a number"),
     (row("a", math.nan, "x"), "reward nan is not a number"),
-    (row(7, 1.0, "x"), "task 7 and agent 'target' must be names"),
+    (row(7, 1.0, "x"), "task 7 must be a name"),
     (row("a", 1.0), "its messages have the roles []"),
     (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its messages have the roles ['assistant'"),
     (row("a", 1.0, None), "is not a string"),

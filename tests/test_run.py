@@ -23,12 +23,11 @@ from conftest import ROOT, TOY, Toy, ended, fork, in_toy, kills_until_it_ends, p
 from safetensors.torch import load_file, save_file
 
 import coevolve
-import dpo
 from common import files
-from common.files import read_json, read_jsonl, write_json, write_jsonl
+from common.files import read_json, read_jsonl, write_json
 from common.settings import UsageError, parse
-from engine import branch, code, command, models, run, tracking
-from engine.records import write
+from engine import branch, code, command, models, phases, run, tracking
+from engine.trajectories import write as write_jsonl
 from environments import environment
 from envs import EnvError
 from lab import __main__ as whole_program
@@ -52,8 +51,8 @@ def contents(folder) -> tuple[dict, dict]:
         name = str(path.relative_to(folder))
         if path.is_file() and name not in ("config.json", "phases.json", "metrics.jsonl", "lock"):
             found[name] = path.read_bytes()
-    phases = read_json(folder / "phases.json")
-    return found, {name: row | dict(seconds=0) for name, row in phases.items()}
+    records = read_json(folder / "phases.json")
+    return found, {name: row | dict(seconds=0, stat=0) for name, row in records.items()}
 
 
 def refusal(start, *arguments) -> str:
@@ -86,33 +85,32 @@ def again(toy, small_model, tmp_path, monkeypatch):
 
 
 def test_a_phase_runs_again_exactly_if_its_inputs_differ(small_model, tmp_path):
-    """Inputs are the phase, values, content of files, agents and tokenizer, not times or names."""
+    """Inputs are the phase, values, content of files and lists, agents and tokenizer, not times or
+    names."""
     given = tmp_path / "given"
     given.write_text("a")
     s = coevolve.Settings(model=str(small_model), out=str(tmp_path / "run"), max_tokens=99)
     done = []
 
-    def copy(r, out, *inputs, n=1):
+    def rows(r, *inputs, n=1):
         done.append(r.name)
-        out.write_text(inputs[0].read_text())
-        return {}
+        return [dict(text=str(inputs[0]))]
 
-    def other(r, out, *inputs, n=1):
-        return copy(r, out, *inputs)
+    def other(r, *inputs, n=1):
+        return rows(r, *inputs)
 
-    def agent(r, out, *inputs):
+    def agent(r, *inputs):
         done.append(r.name)
-        out.mkdir()
-        return {}
+        return small_model
 
-    def process(phase=copy, inputs=(given,), fingerprint="", n=1):
-        """Runs three phases: a file, an agent made of it, and a file made of both."""
+    def process(phase=rows, inputs=(given,), fingerprint="", n=1, more=()):
+        """Runs three phases: rows, an agent made of them and of `more`, and rows made of both."""
         r = run.Run(s, environment("webshop")())
         r.fingerprint += fingerprint
         done.clear()
         first = r.once("first.jsonl", phase, *inputs, n=n)
-        trained = r.once("agent", agent, first)
-        r.once("last.jsonl", copy, first, [trained], dict(more=given))
+        trained = r.once("agent", agent, [*first, *more])
+        r.once("last.jsonl", rows, first, [trained], dict(more=given))
         r.close()
         return done.copy()
 
@@ -120,18 +118,21 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(small_model, tmp_path):
     assert process() == everything
     assert process() == []
     os.utime(given, (1, 1))
+    os.utime(tmp_path / "run/first.jsonl", (1, 1))
     assert process() == []
     assert process(n=3) == ["first.jsonl"]  # with the same content
     assert process(other, n=3) == ["first.jsonl"]
     now = dict(phase=other, inputs=(given, given), n=3)
     assert process(**now) == ["first.jsonl"]
+    now["more"] = [dict(text="of plain Python between two phases")]
+    assert process(**now) == ["agent", "last.jsonl"]
     given.write_text("b")
-    assert process(**now) == everything
+    assert process(**now) == ["first.jsonl", "last.jsonl"]  # the first with the same content
     now["fingerprint"] = "x"
     assert process(**now) == everything
-    (tmp_path / "run/agent").rmdir()
+    shutil.rmtree(tmp_path / "run/agent")
     assert process(**now) == ["agent"]
-    (tmp_path / "run/first.jsonl").write_text("by hand")
+    write_jsonl(tmp_path / "run/first.jsonl", [dict(text="by hand")])
     assert process(**now) == ["agent", "last.jsonl"]
     assert process(**now) == []
 
@@ -144,8 +145,8 @@ def without_failures(out):
 def shorter(out):
     """Deletes outputs but not their records, and adds a record that no phase uses."""
     shutil.rmtree(out / "iter1")
-    phases = read_json(out / "phases.json")
-    write_json(out / "phases.json", phases | dict(lock=phases["experts.jsonl"]))
+    records = read_json(out / "phases.json")
+    write_json(out / "phases.json", records | dict(lock=records["experts.jsonl"]))
 
 
 @pytest.mark.parametrize("change, expected", [
@@ -272,27 +273,34 @@ def bare(small_model, tmp_path):
     return run.Run(s, environment("webshop")())
 
 
-def text(r, out, *inputs, found=(), **values):
-    """A phase that writes a file and returns `found`."""
-    out.write_text("text")
-    return dict(found)
+def numbers(r, *inputs, found=None, **values):
+    """A phase that returns a row and `found`."""
+    return [dict(text="text")], dict(found or {})
 
 
 def test_a_phase_may_return_numbers_of_numpy_and_torch(bare):
     found = dict(a=np.float32(0.5), b=np.int64(3), c=torch.tensor(2.0), d=[np.bool_(True)])
-    bare.once("a.jsonl", lambda r, out: text(r, out, found=found))
+    bare.once("a.jsonl", lambda r: numbers(r, found=found))
     row = read_json(bare.folder / "phases.json")["a.jsonl"]
     assert {name: row[name] for name in found} == dict(a=0.5, b=3, c=2.0, d=[True])
 
 
+def changes_its_input(r, rows):
+    rows[0]["text"] = "changed"
+    return []
+
+
 @pytest.mark.parametrize("phase, inputs, values, says", [
-    (lambda r, out: None, (), {}, "it returned None; return a dict of numbers"),
-    (lambda r, out: 3, (), {}, "it returned 3; return a dict"),
-    (lambda r, out: {}, (), {}, "it wrote nothing"),
-    (lambda r, out: text(r, out, found=dict(bad=float("nan"))), (), {}, "bad: "),
-    (lambda r, out: text(r, out, found=dict(bad=np.arange(3))), (), {}, "bad: array([0, 1, 2]) is"),
-    (text, ("a name",), {}, "the input 'a name' is no path; give files first"),
-    (text, (), dict(agent=Path("a")), "agent: PosixPath('a') is no number")])
+    (lambda r: None, (), {}, "it returned None; return a list of trajectories"),
+    (lambda r: ([], 3), (), {}, "its second value is 3; return a dict"),
+    (lambda r: numbers(r, found=dict(bad=float("nan"))), (), {}, "bad: "),
+    (lambda r: numbers(r, found=dict(bad=np.arange(3))), (), {}, "bad: array([0, 1, 2]) is"),
+    (lambda r: numbers(r, found=dict(bad=dict(a=dict(b=1)))), (), {}, "bad is {'a': {'b': 1}}; return"),
+    (lambda r: numbers(r, found=dict(seconds=1)), (), {}, "the record of an output already has the entry 'seconds'"),
+    (lambda r, i: numbers(r, found=dict(i=1)), (), dict(i=3), "the record of an output already has the entry 'i'"),
+    (numbers, ("a name",), {}, "the input 'a name' is no list of trajectories or pairs, and no path;"),
+    (numbers, (), dict(agent=Path("a")), "agent: PosixPath('a') is no number"),
+    (changes_its_input, ([dict(text="given")],), {}, "it changed one of its inputs")])
 def test_an_invalid_phase_is_refused_by_name(phase, inputs, values, says, bare):
     with pytest.raises(UsageError) as error:
         bare.once("a.jsonl", phase, *inputs, **values)
@@ -301,23 +309,9 @@ def test_an_invalid_phase_is_refused_by_name(phase, inputs, values, says, bare):
 
 
 def test_an_output_is_made_once_in_a_process(bare):
-    bare.once("a.jsonl", text)
-    with pytest.raises(UsageError, match="output a.jsonl: this run has already made it with the phase text"):
-        bare.once("a.jsonl", text)
-
-
-def test_two_trajectories_of_one_name_are_refused_when_the_second_is_written(bare):
-    """Also if an earlier process has written the first. With equal ids, they are allowed."""
-    def play(*ids):
-        t = dpo.Trajectory("a", "target", 1, ids=[*ids], action_mask=[1] * len(ids))
-        return lambda r, out: write(r, out, [t]) or {}
-
-    bare.once("a.jsonl", play(1, 2))
-    bare.once("b.jsonl", play(1, 2))
-    bare.ids_by_name.clear()
-    with pytest.raises(UsageError, match="c.jsonl: a trajectory has task 'a', agent 'target', "
-                       "iteration 1, rollout 0, and so has another one in b.jsonl"):
-        bare.once("c.jsonl", play(1, 3))
+    bare.once("a.jsonl", numbers)
+    with pytest.raises(UsageError, match="output a.jsonl: this run has already made it with the phase numbers"):
+        bare.once("a.jsonl", numbers)
 
 
 def test_changed_code_is_recorded_after_a_phase_has_used_it(again, toy, tmp_path, monkeypatch, capsys):
@@ -325,7 +319,7 @@ def test_changed_code_is_recorded_after_a_phase_has_used_it(again, toy, tmp_path
     other = now | dict(files=now["files"] | {"dpo.py": "0" * 40})
     config = tmp_path / "run/config.json"
     assert read_json(config)["code"] == now and read_json(config)["finished"]
-    monkeypatch.setattr(run, "code_now", lambda: other)
+    monkeypatch.setattr(phases, "code_now", lambda: other)
     assert again() == set()
     said = capsys.readouterr().out
     assert said.count("the code has changed") == 1 and "has changed since: dpo.py\n" in said
@@ -386,9 +380,8 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
     (PLAYED, dict(ids=[1] * 9), "it has 9 ids, and an action_mask of"),
     (PLAYED, dict(ids=[1, 2, 3], action_mask=[0, 2, 1], log_probs=[]), "other numbers than 0 and 1"),
     (PLAYED, dict(log_probs=[-1.0]), "it has 1 log_probs, and"),
-    (PLAYED, dict(ids=[1, -2], action_mask=[0, 1], log_probs=[]), "the id -2 is below 0"),
-    (PLAYED, dict(ids=[1, 99999], action_mask=[0, 1], log_probs=[]),
-     "the id 99999 is not below the vocabulary size"),
+    *[(PLAYED, dict(ids=ids, action_mask=[0, 1], log_probs=[]), "are in the vocabulary")
+      for ids in ([1, -2], [1, 99999])],
     (PLAYED, dict(reward="1"), "reward must be of type float, but is '1'"),
     (PLAYED, dict(reward=math.nan), "reward must be of type float, but is nan"),
     (PLAYED, dict(turns=True), "turns must be of type int"),
@@ -396,7 +389,7 @@ SIDE = dict(agent="target", iteration=1, rollout=0)
     (PAIRS, dict(weight=-1.0), "weight is -1.0, below 0"),
     (PAIRS, dict(sft_weight=math.inf), "sft_weight must be of type float, but is inf"),
     (PAIRS, dict(chosen=SIDE, rejected=SIDE), "its two sides have the same tokens"),
-    (PAIRS, dict(chosen=SIDE | dict(rollout=7)), "rollout 7, but the run has no such trajectory"),
+    (PAIRS, dict(chosen=SIDE | dict(rollout=7)), "rollout 7, but the inputs of its phase have no such"),
     (PAIRS, dict(chosen=dict(agent="target")), "'iteration' is missing")])
 def test_an_invalid_edit_is_refused_with_file_and_line(
         name, changed, says, again, tmp_path):
@@ -417,7 +410,7 @@ def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
     taken = [*before][:[*before].index("iter1/pairs-target.jsonl")]
     assert made(out) == [*before][len(taken):]
     for name in taken:
-        assert after[name] == before[name]
+        assert after[name] | dict(stat=0) == before[name] | dict(stat=0)
         assert (out / name).is_dir() or (out / name).read_bytes() == (toy[0] / name).read_bytes()
     # Weights are hard links.
     for name, alike in [("sft-target/model.safetensors", True), ("experts.jsonl", False)]:
@@ -477,7 +470,7 @@ def test_a_folder_without_a_config_is_refused_and_stays_as_it_is(name, toy_run, 
 def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small_model):
     before = {path: path.read_bytes() for path in toy[0].rglob("*") if path.is_file()}
     line = refusal(toy_run, "--out", toy[0], "--seed", 7, "--beta", 0.2)
-    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another folder, or the same settings" in line
+    assert "beta (0.1 -> 0.2), beta_later (0.5 -> 0.2), seed (0 -> 7); give another folder, or the same settings" in line
     assert before == {path: path.read_bytes() for path in before}
     assert "is not that of a run; give another folder" in refusal(toy_run, "--out", small_model)
 
@@ -676,7 +669,7 @@ def test_incomplete_variables_of_ranks_are_refused(left, small_model, tmp_path):
 
 @pytest.mark.parametrize("flags, says", [
     ("--betta 1", "unrecognized arguments: --betta 1; --help lists the settings"),
-    ("--beta -1 --sft-warmup 1", "--sft-warmup 1.0: must be at least 0 and below 1; --beta -1.0: "),
+    ("--beta -1 --rollouts 0", "--rollouts 0: must be at least 1; --beta -1.0: must be above 0"),
     ("--temperature 1e-39", "--temperature 1e-39: must be 0 (greedy decoding) or at least 0.001"),
     ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
     ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of a task"),

@@ -8,11 +8,13 @@ import random
 import re
 import shutil
 import socket
+import sqlite3
 import subprocess
 import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
+from types import SimpleNamespace
 
 import pytest
 from conftest import DATA, ROOT, folder_of, program, wait_until
@@ -21,6 +23,7 @@ import coevolve
 import environments
 import envs
 from common import settings
+from common.settings import UsageError
 from environments import environment, make
 from environments.expert_files import published_task
 from environments.intercodesql import databases, questions, spider
@@ -255,16 +258,12 @@ def test_the_last_result_is_what_is_submitted(small):
     assert env.step(act("submit")).reward == 1
 
 
-def test_a_gold_query_that_fails_is_reported(small, capsys):
-    answer = "SELECT site FROM town WHERE area > 90"
-    for _ in range(2):  # as InterCode scores it, which is said once
-        assert submitted(small("SELECT nowhere FROM town"), answer) == 1
-    said, = capsys.readouterr().err.splitlines()
-    assert "'which towns?': Error executing query: Unknown column 'nowhere'" in said
+def test_an_answer_to_a_failing_gold_query_is_scored_as_by_intercode(small):
+    assert submitted(small("SELECT nowhere FROM town"), "SELECT site FROM town WHERE area > 90") == 1
     for gold, told in (("SELECT * FROM sqlite_master", "denied"),
                        ("SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9)), "more than 10,000 rows")):
         with pytest.raises(envs.EnvError, match=f"the gold query of 'which towns.*{told}"):
-            submitted(small(gold), answer)
+            submitted(small(gold), "SELECT site FROM town")
 
 
 def play(env, task):
@@ -377,7 +376,7 @@ ATTACKS = [  # one a class
         "INSTR(r.x, CONCAT(SUBSTR(r.x, 4000), 'b'))", "r.x LIKE CONCAT(REPLACE(SUBSTR(r.x, 1, 4000), 'a', '%a'), 'b')")),
 ]
 # Of these the database shows nothing but what is the agent's own or harmless.
-HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}),\)\]|None")
+HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}|Decimal\('\d{1,7}'\)|'a'),\)\]|None")
 
 
 def assert_harmless(ask, sql):
@@ -512,6 +511,55 @@ def own(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("wrong, said", [(0, ""), (1, "1 of 50 gold queries fail, such as 'SELECT x"),
+                                         (2, "--intercode-data: 2 of 50 gold queries fail, such as")])
+def test_failing_gold_queries_are_counted_before_a_run(own, tmp_path, wrong, said):
+    """More than 2 % are refused."""
+    folder = shutil.copytree(own, tmp_path / "data")
+    asked = json.loads((folder / "ic_spider_dev.json").read_text())[:50]
+    for question in asked[:wrong]:
+        question["gold"] = "SELECT x FROM nowhere"
+    (folder / "ic_spider_dev.json").write_text(json.dumps(asked))
+    env = make("intercodesql", intercode_data=str(folder))
+    if wrong < 2:
+        assert env.check([*env.splits]).startswith(said)
+    else:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            env.check([*env.splits])
+    assert make("intercodesql").check(["train"]) == ""  # generated databases
+
+
+class OtherSqlite:
+    """A build of sqlite without double-quoted strings or mathematical functions."""
+
+    def __init__(self, *arguments, **options):
+        self.db = sqlite3.connect(*arguments, **options)
+
+    def execute(self, sql):
+        if '"a string"' in sql:
+            raise sqlite3.OperationalError('no such column: "a string"')
+        if "pragma_function_list" in sql:
+            return [("abs",), ("lower",)]
+        return self.db.execute(sql)
+
+    def __getattr__(self, name):
+        return getattr(self.db, name)
+
+
+def test_another_build_of_sqlite_is_refused_or_completed(own, town, monkeypatch):
+    values = [f"{function}({number})" for number in ("2.5", "-2.5", "3", "0", "NULL", "'abc'")
+              for function in ("ceil", "ceiling", "floor", "sqrt", "sign")]
+    values += [f"{function}({x}, {y})" for x, y in ((7, 3), (2.5, -2), (-7, 2), (2, 0), ("NULL", 2))
+               for function in ("pow", "power", "mod")]
+    query = f"SELECT {', '.join(values)}"
+    expected = town.run(query)
+    monkeypatch.setattr(databases, "sqlite3", SimpleNamespace(**vars(sqlite3) | dict(connect=OtherSqlite)))
+    with closing(databases.Sqlite("d", SCRIPT)) as other:
+        assert other.run(query) == expected
+    with pytest.raises(UsageError, match="built without double-quoted strings.*or give --mysql-url"):
+        make("intercodesql", intercode_data=str(own))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def password():
     with pytest.MonkeyPatch.context() as patch:
@@ -605,6 +653,14 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(m
             other += plain(result) != plain(embedded.run(question["gold"]))
     env.close()
     assert [*failed.values()] == refused and len(below) <= 4 * (whose != "own") and other <= unlike
+
+
+@pytest.mark.parametrize("mode", ["", "ONLY_FULL_GROUP_BY", "ANSI_QUOTES", "TRADITIONAL"])
+def test_the_mode_of_a_server_makes_no_difference(mariadb, mode):
+    root_query(mariadb, f"SET GLOBAL sql_mode = '{mode}'")
+    with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+        rows = db.run('SELECT site, MAX(area) FROM town WHERE site = "Avon"')
+    assert rows == [("Avon", 30)]
 
 
 def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, small):

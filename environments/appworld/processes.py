@@ -62,7 +62,8 @@ class Server:
             self.end()
             raise UsageError(
                 f"appworld: this machine cannot isolate the code of a model ({answer['error']}), "
-                "so no code is run; use Linux with user namespaces, or as root with CAP_SYS_ADMIN, "
+                "so no code is run; use Linux with user namespaces (on Ubuntu 24.04: sysctl "
+                "kernel.apparmor_restrict_unprivileged_userns=0), or as root with CAP_SYS_ADMIN, "
                 "which a container's root may lack")
 
     def begin(self, request: dict, files: list[int]) -> int:

@@ -13,12 +13,14 @@ and the size of its result are limited.
 
 import calendar
 import hashlib
+import math
 import os
 import re
 import sqlite3
 import struct
 import sys
 import time
+from contextlib import closing
 from urllib.parse import unquote, urlsplit
 
 from environments import UsageError
@@ -222,6 +224,32 @@ FUNCTIONS = {
     **{name: (-1, _at_today(name, 0)) for name in ("date", "time", "datetime", "julianday")},
     "strftime": (-1, _at_today("strftime", 1)),
 }
+
+
+def _of_number(function):
+    """Wraps a function of numbers so that it returns NULL if an argument is no number, or if the
+    result is undefined."""
+    def wrapped(*values):
+        if any(not isinstance(value, (int, float)) for value in values):
+            return None
+        try:
+            return function(*values)
+        except (ValueError, ZeroDivisionError, OverflowError):
+            return None
+    return wrapped
+
+
+def _rounding(function):
+    return _of_number(lambda x: x if isinstance(x, int) else float(function(x)))
+
+
+# Mathematical functions that some builds of sqlite lack. They are used only there.
+MATH_FUNCTIONS = {
+    "ceil": (1, _rounding(math.ceil)), "ceiling": (1, _rounding(math.ceil)),
+    "floor": (1, _rounding(math.floor)), "sqrt": (1, _of_number(math.sqrt)),
+    "pow": (2, _of_number(math.pow)), "power": (2, _of_number(math.pow)),
+    "mod": (2, _of_number(math.fmod)),
+    "sign": (1, _of_number(lambda x: (x > 0) - (x < 0)))}
 # A query may only call these functions: FUNCTIONS, and the functions of sqlite that cannot read
 # files or create long texts.
 ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
@@ -229,6 +257,20 @@ ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
     "mod nth_value ntile nullif percent_rank pow power rank replace round row_number rtrim sign "
     "sqrt substr substring sum total trim typeof upper".split())
+
+
+def check_sqlite() -> None:
+    """Raises UsageError if sqlite was built without double-quoted strings.
+
+    Many gold queries of InterCode have such strings, as MySQL allows them.
+    """
+    with closing(sqlite3.connect(":memory:")) as db:
+        try:
+            db.execute('SELECT "a string"')
+        except sqlite3.Error:
+            raise UsageError(f"--intercode-data: sqlite {sqlite3.sqlite_version} was "
+                             "built without double-quoted strings, which the gold queries have; "
+                             "use another Python, or give --mysql-url") from None
 
 
 class Sqlite:
@@ -262,7 +304,10 @@ class Sqlite:
         self._tables = sorted(self._db.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
         self._columns = {table.lower(): self._describe(table) for table, in self._tables}
-        for function, (count, body) in FUNCTIONS.items():
+        present = {name for name, in self._db.execute("SELECT name FROM pragma_function_list")}
+        missing = MATH_FUNCTIONS.keys() - present
+        functions = FUNCTIONS | {name: MATH_FUNCTIONS[name] for name in missing}
+        for function, (count, body) in functions.items():
             self._db.create_function(function, count, body, deterministic=True)
         self._db.set_authorizer(self._authorize)
         self._db.set_progress_handler(self._exceeds_limits, CHECK_STEPS)
@@ -456,7 +501,10 @@ class MySQL:
         limit = (f"max_statement_time = {SECONDS}"
                  if "MariaDB" in self._connection.get_server_info() else
                  f"max_execution_time = {1000 * SECONDS}")
-        self._connection.query(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
+        # The gold queries were written for this mode. In the default mode of MySQL's image, which
+        # has ONLY_FULL_GROUP_BY, more than a tenth of them fail.
+        self._connection.query(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}, "
+                               "SESSION sql_mode = 'NO_ENGINE_SUBSTITUTION'")
 
     def _run(self, sql):
         pymysql = driver()

@@ -1,21 +1,28 @@
 """InterCodeSQL: an agent answers a question by exploring a database with SQL."""
 
 import re
-import sys
 from collections import Counter
+from contextlib import closing
 from decimal import Decimal
-from functools import cache
 from importlib import import_module
 
 import numpy as np
 
 from environments import UsageError
-from environments.intercodesql.databases import DENIED, INTERRUPTED, TOO_LARGE, MySQL, Sqlite
+from environments.intercodesql.databases import (
+    DENIED,
+    INTERRUPTED,
+    TOO_LARGE,
+    MySQL,
+    Sqlite,
+    check_sqlite,
+)
 from environments.intercodesql.questions import sql_data, sql_expert
 from environments.intercodesql.spider import spider_data
 from envs import EnvError, Environment, Step
 
 SHORT_ROWS = 8
+MOST_FAILURES = 0.02  # maximum share of gold queries that may fail [ours; MySQL 9.7: 0.018]
 
 EXPLANATION = """\
 Your reply holds no action. Write "Action:" once, then the query on one line in a block of its own:
@@ -74,10 +81,36 @@ class InterCodeSQL(Environment):
         self.splits = self.data.questions
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
         needed = {q["db"] for questions in self.splits.values() for q in questions.values()}
+        if intercode_data and not mysql_url:
+            check_sqlite()
         if not mysql_url and (missing := needed - self.data.databases.keys()):
             raise UsageError(f"--intercode-data: the dump has no database {min(missing)}; give one "
                              "that has it, as FOLDER/ic_spider_dbs.sql")
         self._db = None
+
+    def check(self, splits: list[str]) -> str:
+        """Runs all gold queries of some splits of InterCode's data, and counts those that fail.
+
+        A failing gold query has an empty result, so an answer without rows earns 1. Raises
+        UsageError if more than MOST_FAILURES of the gold queries fail.
+        """
+        if self.data.tables:  # the databases are generated
+            return ""
+        questions = [q for split in splits for q in self.splits[split].values()]
+        failures = []
+        for name in dict.fromkeys(q["db"] for q in questions):
+            with closing(self.database(name)) as database:
+                for question in questions:
+                    if question["db"] == name:
+                        result = database.execute(question["gold"])
+                        if not isinstance(result, list):
+                            failures.append(f"{question['gold']!r}: {result}")
+        if not failures:
+            return ""
+        line = f"{len(failures)} of {len(questions)} gold queries fail, such as {failures[0]}"
+        if len(failures) > MOST_FAILURES * len(questions):
+            raise UsageError(f"--intercode-data: {line}; use another server or sqlite")
+        return f"{line}; an empty result earns 1 there, as InterCode scores it"
 
     def task_generator(self):
         # New questions can only be generated for the generated databases, because InterCode's data
@@ -135,8 +168,8 @@ class InterCodeSQL(Environment):
 def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
     """Runs the gold query of a question and returns its rows.
 
-    If the gold query is invalid, the function prints a warning and returns [], because InterCode's
-    code also treats the result as empty.
+    If the gold query is invalid, the function returns [], because InterCode's code also treats the
+    result as empty. `InterCodeSQL.check` has counted such queries.
 
     Raises:
         EnvError: If the query exceeded a limit or lacked a privilege. Its correct result is then
@@ -148,13 +181,7 @@ def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
     message = f"the gold query of {question['query']!r}: {gold}"
     if gold in (INTERRUPTED, TOO_LARGE) or str(gold).startswith(DENIED):
         raise EnvError(message)
-    print_once(f"{message}; an empty result earns 1 there, as InterCode scores it")
     return []
-
-
-@cache
-def print_once(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def in_full(answer) -> str:
