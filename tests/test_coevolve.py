@@ -274,8 +274,9 @@ def test_the_phases_of_a_run_have_distinct_rollouts_and_their_pairs(small_run):
 
 def test_a_failure_agent_that_plays_after_it_has_learned_plays_twice(toy_run, encoder):
     """The target's pairs have the rollouts of the trained failure agent, and D_fail has those from
-    before. Their seeds and indices differ."""
-    out = toy_run("--failure-plays", "after", "--temperature", 2)
+    before. Their seeds and indices differ. With a buffer, the next D_fail has both."""
+    out = toy_run("--failure-plays", "after", "--temperature", 2, "--iterations", 2,
+                  "--d-fail", "buffer")
     before, again = (read_jsonl(out / f"iter1/{name}.jsonl") for name in ("failure", "failure-again"))
     assert len({row["seed"] for row in before + again}) == len(before + again)
     never = encoder.sampler().suppressed_ids
@@ -283,10 +284,12 @@ def test_a_failure_agent_that_plays_after_it_has_learned_plays_twice(toy_run, en
         for row in rows:
             logs = plain_log_probs(model_in(out / name), row["ids"], row["action_mask"], never, 2)
             assert row["log_probs"] == pytest.approx(logs.tolist(), abs=1e-4)
-    for name, index in dict(failure=0, target=1).items():
-        sides = [row[side] for row in read_jsonl(out / f"iter1/pairs-{name}.jsonl")
+    for name, played in {"iter1/pairs-failure": {(1, 0)}, "iter1/pairs-target": {(1, 1)},
+                         "iter2/pairs-failure": {(1, 0), (1, 1), (2, 0)}}.items():
+        sides = [row[side] for row in read_jsonl(out / f"{name}.jsonl")
                  for side in ("chosen", "rejected")]
-        assert {side["rollout"] for side in sides if side["agent"] == "failure"} == {index}
+        assert {(side["iteration"], side["rollout"]) for side in sides
+                if side["agent"] == "failure"} == played
 
 
 def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sft=0.0,
@@ -323,18 +326,21 @@ ALONE = dict(lambda_dpo=1.0, lambda_sft=0.0)  # DPO alone, Eq. (7)
      dict(target={"expert>target", "expert>positive", FF}, positive={"expert>positive"}))])
 def test_eto_and_the_control_are_dpo_alone(method, lambdas, kinds, toy_run):
     """The loss of one batch. pi_ref is 1, so that margins are not 0."""
-    out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, "--method", method)
+    out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, "--method", method,
+                  "--rollouts", 2, "--dpo-epochs", 2)
     for agent, wanted in lambdas.items():
         pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
         assert {row["kind"] for row in pairs} == kinds[agent]
         assert wanted != ALONE or {row["weight"] for row in pairs} == {1.0}
-        [line] = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
-        assert line["loss"] == pytest.approx(
+        lines = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
+        assert lines[0]["loss"] == pytest.approx(
             first_loss(out, 1, agent, f"sft-{agent}", None, 0.1, **wanted), rel=1e-4)
         # margins.jsonl has the values of each pair, and the log has their means.
         margins = read_jsonl(out / f"iter1/{agent}-agent/margins.jsonl")
-        for kind, row in line["kinds"].items():
-            seen = [m["first"] for m in margins if m["kind"] == kind]
+        steps = dict(first=lines[0], last=lines[-1])
+        for (step, line), kind in product(steps.items(), kinds[agent]):
+            row = line["kinds"][kind]
+            seen = [m[step] for m in margins if m["kind"] == kind]
             means = [sum(column) / len(seen) for column in zip(*seen)]
             assert [row[name] for name in ("chosen", "rejected", "margin")] == pytest.approx(means)
 
@@ -417,6 +423,9 @@ def pair(run, played):
     return pairs
 
 
+UNCHANGED = "e0 > t0  0.5, 0.5; e0 > t1  0.5, 0.5"
+
+
 def heavier(pairs):
     pairs[0].weight = 3.0
     return pairs
@@ -425,8 +434,9 @@ def heavier(pairs):
 @pytest.mark.parametrize("change, changed", [
     (lambda pairs: [pair for pair in pairs if pair.rejected.reward > 0.3], "e0 > t0  0.5, 0.5"),
     (heavier, "e0 > t0  3, 0.5; e0 > t1  0.5, 0.5"),
-    (lambda pairs: [replace(pair, rejected=replace(pair.rejected, rollout=7)) for pair in pairs],
-     "e0 > t7  0.5, 0.5; e0 > t7  0.5, 0.5")])
+    # Other tokens, which a pairs file does not contain
+    (lambda pairs: [replace(pair, rejected=replace(pair.rejected, ids=[7, 8])) for pair in pairs],
+     UNCHANGED)])
 def test_what_the_loop_changes_between_two_phases_is_cached(change, changed, begin):
     """Only the phase after the change runs again, and only once. Saved pairs stay as they are."""
     ran = []
@@ -442,10 +452,9 @@ def test_what_the_loop_changes_between_two_phases_is_cached(change, changed, beg
         run.close()
         return row["pairs"], len(ran)
 
-    unchanged = "e0 > t0  0.5, 0.5; e0 > t1  0.5, 0.5"
-    assert loop(list) == (unchanged, 1)
+    assert loop(list) == (UNCHANGED, 1)
     assert loop(change) == loop(change) == (changed, 2)
-    assert loop(list) == (unchanged, 3)
+    assert loop(list) == (UNCHANGED, 3)
 
 
 def changing(run, played, i):
@@ -493,18 +502,18 @@ def test_a_finished_run_starts_again_without_opening_a_list(toy, small_model, tm
 
 
 class Commas(Toy):
-    """The first `hard` tasks need a comma, before which the tokenizer of the model tiny writes a
-    space."""
+    """The tokenizer of the model tiny writes a space before a comma. Tasks from number `hard` on
+    ignore spaces."""
     max_turns, hard = 1, 4
 
     def expert(self):
-        return lambda observation: self.word()
-
-    def word(self):
-        return "small tea, sugar" if int(self.task[-1]) < self.hard else "small tea"
+        return lambda observation: "small tea, sugar"
 
     def reward(self):
-        return float(self.replies == [self.word()])
+        [reply] = self.replies
+        if int(self.task[-1]) >= self.hard:
+            reply = reply.replace(" ,", ",")
+        return float(reply == "small tea, sugar")
 
 
 def test_an_expert_that_the_tokenizer_misspells_is_dropped(begin, monkeypatch, capsys):
@@ -512,9 +521,9 @@ def test_an_expert_that_the_tokenizer_misspells_is_dropped(begin, monkeypatch, c
     experts = run.once("experts.jsonl", collect_experts, None)
     assert [t.task for t in experts] == [f"toy-train-{n}" for n in range(4, 8)]
     assert run.done["experts.jsonl"]["dropped"] == {"misread once decoded": 4}
-    assert capsys.readouterr().out.count(
-        "experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into 'small tea , "
-        "sugar', which changes the reward of toy-train-0; use another model") == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "tokenizer" in line]
+    assert line == ("experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into "
+                    "'small tea , sugar', which changes the reward of toy-train-0; use another model")
     monkeypatch.setattr(Commas, "hard", 8)
     with pytest.raises(UsageError, match="no expert .* left; dropped: {'misread once decoded': 8}"):
         collect_experts(run, None)
@@ -542,8 +551,9 @@ OLD = dict(env="webshop", model="other", method="coevolve")  # a run that --bran
     (dict(quick=True, sft_batch=4), {}, "beta_later 0.1 preset tiny; train_tasks 60 preset quick tiny; "
      "sft_batch 4 given"),
     # A run's values are defaults, except of those that may change when it is resumed.
-    (dict(seed=7), OLD | dict(seed=3, beta=0.2, out="a", slots=5, mine=1), "model other --branch; "
-     "seed 7 given; beta 0.2 --branch; beta_later 0.2 --branch; out None None; slots 0 None"),
+    (dict(seed=7), OLD | dict(seed=3, beta=0.2, out="a", slots=5, mine=1),
+     "model other --branch; sft_batch 48 None; seed 7 given; beta 0.2 --branch; "
+     "beta_later 0.2 --branch; out None None; slots 0 None"),
     (dict(beta=0.3), OLD | dict(beta_later=0.7), "beta 0.3 given; beta_later 0.3 given"),
     # The preset of another method has priority over the run's values.
     (dict(method="eto"), OLD | dict(lambda_sft=0.2, rollouts=5),

@@ -58,11 +58,12 @@ def log_probs_of(ids):
 
 def scripted(encoder, replies, max_tokens=400):
     """Returns an episode whose agent replies with these ids, or None, and its prompts."""
-    t = Trajectory("toy-train-3", "target", 1, reward=1.0, messages=[{}])  # of an earlier attempt
+    t = Trajectory("toy-train-3", seed=3, reward=1.0, messages=[{}])  # of an earlier attempt
     prompts = []
     running = episode(Echo(), encoder, t, max_tokens)
     with suppress(StopIteration):
-        asked, _ = next(running)
+        asked, rng = next(running)
+        assert rng.random() == random.Random(3).random()
         for ids in replies:
             prompts.append([*asked.ids])
             asked, _ = running.send(ids and (ids, log_probs_of(ids)))
