@@ -100,7 +100,7 @@ def test_k3_far_from_the_reference_stays_finite_and_pulls_back(d):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_ratio_far_away_stays_finite(advantage):
-    loss, gradient, _ = loss_of([-1.0], [group([1], [advantage], [-100.0], [-1.0])], 1.0)
+    loss, gradient, _ = loss_of([-1.0], [group([1], [advantage], [-1e4], [-1.0])], 1.0)
     assert math.isfinite(loss) and math.isfinite(*gradient)
 
 
@@ -113,11 +113,10 @@ def test_an_update_step_equals_brute_force():
     equal, *order = random.Random(0).sample("abcd", 4)
     model, policy, pi_ref = (make_model(50, seed).eval() for seed in (1, 1, 2))
     rng = random.Random(1)
-    episodes = {}
-    for task in "abcd":
-        episodes[task] = [
-            Trajectory(task, ids=rng.choices(range(50), k=6), action_mask=[0, 0, 1, 1, 0, 1],
-                       reward=reward * (task != equal)) for reward in (0.0, 0.2, 1.0)]
+    rewards = dict.fromkeys(order, [0.0, 0.2, 1.0]) | {equal: [0.5, 0.5], order[1]: [0.0, 1.0]}
+    episodes = {task: [Trajectory(task, ids=rng.choices(range(50), k=6), reward=reward,
+                                  action_mask=[0, 0, 1, 1, 0, 1]) for reward in rewards[task]]
+                for task in "abcd"}
     for t in sum(episodes.values(), []):  # exp(0.3) and exp(-0.3) are outside of 0.8 to 1.28
         old = plain_log_probs(policy, t.ids, t.action_mask)
         t.log_probs = (old - torch.tensor([0.0, 0.3, -0.3])).tolist()
@@ -147,6 +146,6 @@ def test_an_update_step_equals_brute_force():
         adamw.step()
     for p, expected in zip(model.parameters(), policy.parameters()):
         torch.testing.assert_close(p, expected, atol=1e-7, rtol=0)
-    assert (numbers["groups"], numbers["kl"]) == (3, pytest.approx(kl / 9))
+    assert (numbers["groups"], numbers["kl"]) == (3, pytest.approx(kl / 8))
     mismatch = dict(mean=0.0, rms=math.sqrt(0.18 / 3), beyond=2 / 3)
     assert numbers["sampler"] == pytest.approx(mismatch, abs=1e-6)
