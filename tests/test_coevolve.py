@@ -292,10 +292,10 @@ def test_a_failure_agent_that_plays_after_it_has_learned_plays_twice(toy_run, en
                 if side["agent"] == "failure"} == played
 
 
-def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sft=0.0,
-               by_weights=True):
+def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0.0, by_weights=True):
     """Returns Eq. (9) of all pairs of an agent in iteration i, with forward passes of transformers.
-    `policy` and `reference` are folders in `out`. Without a reference, pi_ref is 1."""
+    `reference` is a folder in `out`. Without it, pi_ref is 1."""
+    policy = f"sft-{agent}" if i == 1 else f"iter{i - 1}/{agent}-agent"
     logs, ratios = {}, {}  # of each trajectory
     for file in [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]:
         for t in read_jsonl(file):
@@ -334,7 +334,7 @@ def test_eto_and_the_control_are_dpo_alone(method, lambdas, kinds, toy_run):
         assert wanted != ALONE or {row["weight"] for row in pairs} == {1.0}
         lines = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
         assert lines[0]["loss"] == pytest.approx(
-            first_loss(out, 1, agent, f"sft-{agent}", None, 0.1, **wanted), rel=1e-4)
+            first_loss(out, agent, 1, 0.1, **wanted), rel=1e-4)
         # margins.jsonl has the values of each pair, and the log has their means.
         margins = read_jsonl(out / f"iter1/{agent}-agent/margins.jsonl")
         steps = dict(first=lines[0], last=lines[-1])
@@ -356,10 +356,9 @@ def test_two_iterations_have_their_own_rates_betas_and_pairs(toy_run):
         rows = read_jsonl(out / f"iter2/pairs-{name}.jsonl")
         assert {row[side]["iteration"] for row in rows for side in ("chosen", "rejected")} == iterations
         lambdas = dict(lambda_dpo=0.5, lambda_sft=0.3) if name == "target" else ALONE
-        for i, policy, beta, lr in [(1, f"sft-{name}", 0.2, 1e-3),
-                                    (2, f"iter1/{name}-agent", 0.7, 3e-4)]:
+        for i, beta, lr in [(1, 0.2, 1e-3), (2, 0.7, 3e-4)]:
             line, *more = read_jsonl(out / f"iter{i}/{name}-agent/train.jsonl")
-            loss = first_loss(out, i, name, policy, f"sft-{name}", beta, by_weights=False, **lambdas)
+            loss = first_loss(out, name, i, beta, f"sft-{name}", by_weights=False, **lambdas)
             assert (line["loss"], line["lr"]) == (pytest.approx(loss, rel=1e-4), lr)
             assert len(more) == (2 if name == "target" else 1)
 

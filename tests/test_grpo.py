@@ -51,9 +51,9 @@ def loss_of(policy, groups, kl, loss=GRPO):
     return losses["loss"].item(), policy.grad.tolist(), statistics
 
 
-def test_the_loss_of_grpo_by_hand():
-    """There are two task groups, with three trajectories. Ratios are clipped to 0.8 to 1.25, and
-    beta is 0.1.
+def test_the_losses_by_hand():
+    """There are two task groups, with three trajectories. GRPO clips ratios to 0.8 to 1.25 here, and
+    PPO to 0.8 to 1.2. beta is 0.1.
 
     pi   old  ref    A  ratio  surrogate            its derivative, d log pi
     .5   .5   .5     1    1    1                    1
@@ -62,30 +62,18 @@ def test_the_loss_of_grpo_by_hand():
     .5   .25  .5    -2    2    min(-4, -2.5)        -4
     .25  .5   .25   -2   .5    min(-1, -1.6)        0
     .25  .25  .5     0    1    0, and k3 = 2 - log 2 - 1, of which it is 1 - 2
+                               PPO: 0, and k2 = (log 2)^2 / 2, of which it is -log 2
     """
     groups = [group([3], [1.0], logs(.5, .25, .5), logs(.5, .5, .25)),
               group([2, 1], [-2.0, 0.0], logs(.25, .5, .25), logs(.5, .25, .5))]
-    loss, gradient, statistics = loss_of(logs(.5, .5, .25, .5, .25, .25), groups, 0.1)
+    policy = logs(.5, .5, .25, .5, .25, .25)
+    loss, gradient, statistics = loss_of(policy, groups, 0.1)
     assert loss == pytest.approx(-(1 + 1.25 + .5 - 4 - 1.6) + 0.1 * (1 - math.log(2)))
     assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -.1], abs=1e-6)
     assert statistics == {"action": dict(count=6, clipped=4)}
-
-
-def test_the_loss_of_ppo_by_hand():
-    """Three tokens have advantage 1, one has -2. Ratios are clipped to 0.8 to 1.2.
-
-    pi   old      A = 1                         A = -2                  d log pi
-    .5   .5       min(1, 1) = 1                                         1
-    .25  .2       min(1.25, 1.2) = 1.2                                  0
-    .25  .4       min(0.625, 0.8) = 0.625                               0.625
-    .25  .2                                     min(-2.5, -2.4) = -2.5  -2.5
-    The SFT policy gives the last token probability 1/2, twice that of the policy: 0.1 log 2 more.
-    """
-    of_task = group([1] * 4, [1.0, 1.0, 1.0, -2.0], logs(.5, .2, .4, .2), logs(.5, .25, .25, .5))
-    loss, gradient, _ = loss_of(logs(.5, .25, .25, .25), [of_task], 0.1,
-                                partial(grpo.ppo_loss, clip=0.2))
-    assert loss == pytest.approx(-(1 + 1.2 + 0.625 - 2.5) + 0.1 * math.log(2) ** 2 / 2)
-    assert gradient == pytest.approx([-1, 0, -0.625, 2.5 - 0.1 * math.log(2)], abs=1e-6)
+    loss, gradient, _ = loss_of(policy, groups, 0.1, partial(grpo.ppo_loss, clip=0.2))
+    assert loss == pytest.approx(-(1 + 1.2 + .5 - 4 - 1.6) + 0.1 * math.log(2) ** 2 / 2)
+    assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -0.1 * math.log(2)], abs=1e-6)
 
 
 @pytest.mark.parametrize("d", [-99.0, 1.0, 19.9, 21.0, 1e4])
