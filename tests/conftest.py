@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
 import coevolve  # noqa: E402
+from common.settings import UsageError  # noqa: E402
 from engine import command, run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
@@ -185,16 +187,18 @@ def no_process_group():
         torch.distributed.destroy_process_group()
 
 
-def fork_ranks(ranks, work, said):
-    """Forks ranks that run work() together, with the environment variables of torchrun."""
+def end_of_ranks(ranks, work, said) -> list[int]:
+    """Runs work() on some ranks (gloo), with the environment variables of torchrun. Returns their
+    exit statuses. Their output goes to the file `said`."""
     if ranks == 1:
-        return [fork(work, said)]
+        return [ended(fork(work, said))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    return [fork(work, said, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
-                 LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            for rank in range(ranks)]
+    started = [fork(work, said, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                    LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+               for rank in range(ranks)]
+    return [*map(ended, started)]
 
 
 def ended(process, seconds=300):
@@ -260,9 +264,8 @@ def in_ranks(ranks, work, *arguments):
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        started = fork_ranks(ranks, begin, folder / "said")
-        codes = [ended(process) for process in started]
-        assert codes == [0] * ranks, (folder / "said").read_text()[-3000:]
+        statuses = end_of_ranks(ranks, begin, folder / "said")
+        assert statuses == [0] * ranks, (folder / "said").read_text()[-3000:]
         return json.loads((folder / "result.json").read_text())
 
 
@@ -368,6 +371,23 @@ def in_toy(*flags, env=Toy):
     run.make = lambda *_, **__: env()
     command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
                  "python coevolve.py")
+
+
+def refusal(command, *arguments) -> str:
+    """Returns the error of command(*arguments)."""
+    try:
+        command(*arguments)
+    except (SystemExit, UsageError) as error:
+        return str(error)
+    pytest.fail(f"{arguments} is not refused")
+
+
+def refused(command, rows):
+    """Checks for each (arguments, line) that the error of command(*arguments) is one line that has
+    this text. The arguments are written as in a shell."""
+    for arguments, line in rows:
+        said = refusal(command, *shlex.split(arguments))
+        assert line in said and "\n" not in said, (arguments, said)
 
 
 @pytest.fixture
