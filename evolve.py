@@ -58,7 +58,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import sys
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -769,10 +771,9 @@ def refusal(
     definition = candidate["task"]
     if definition is None:  # the explorer model's output could not be parsed as a task
         return "not of the form that was asked for"
-    if len(candidate["text"]) > LONGEST_TEXT:
-        return "its text is too long"
-    tells = getattr(generator, "tells", None)  # an optional method of a TaskGenerator
-    if tells and tells(candidate["text"], candidate["solution"]):
+    if not 0 < len(candidate["text"].strip()) <= LONGEST_TEXT:
+        return "its text is empty or too long"
+    if tells(candidate["text"], candidate["solution"]):
         return "its text tells the solution"
     reason = generator.refusal(definition)
     if reason:
@@ -784,6 +785,19 @@ def refusal(
         if len(text & other) >= near_text * len(text | other):
             return "a text that is there already"
     return None
+
+
+def tells(text: str, solution: list[str]) -> bool:
+    """Returns True if the text of a task contains a line of its solution, such as an action with
+    its argument. Only letters and digits are compared. Short lines, such as "submit", may occur."""
+    squeezed = squeeze(text)
+    lines = [squeeze(line.removeprefix("Action:")) for reply in solution
+             for line in reply.splitlines()]
+    return any(len(line) >= 8 and line in squeezed for line in lines)
+
+
+def squeeze(text: str) -> str:
+    return re.sub(r"[\W_]", "", unicodedata.normalize("NFKC", text).lower())
 
 
 def words(text: str) -> set[str]:

@@ -137,3 +137,18 @@ def is_web_address(text: str) -> bool:
     port = r"(:[1-9]\d{0,4})?"
     path = r"(/[^\s\\?#@]*)?"
     return bool(re.fullmatch(f"https?://{host}{port}{path}", text))
+
+
+def with_pairs(names: list[str]) -> set[str]:
+    """Returns a set of all names and all pairs of consecutive names. A pair is a string such as
+    "a, b" for the names a and b."""
+    return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
+
+
+def leaves(value) -> list:
+    """Returns all strings and numbers in a JSON value, including those in nested lists and
+    objects."""
+    if isinstance(value, (dict, list)):
+        items = value.values() if isinstance(value, dict) else value
+        return [leaf for item in items for leaf in leaves(item)]
+    return [] if value is None or isinstance(value, bool) else [value]

@@ -517,15 +517,20 @@ KEY = "sk-secret-0123456789"  # of the endpoint
 
 @pytest.fixture
 def endpoint(serve, monkeypatch):
-    """endpoint.answer(messages) -> reply; endpoint.seen are (path, authorization, body)."""
-    def answer(path, authorization, body):
+    """endpoint.answer(messages) -> reply, or endpoint.respond(body) -> response, see `serve`;
+    endpoint.seen are (path, authorization, body)."""
+    def respond(body):
         said = dict(choices=[dict(message=dict(content=server.answer(body["messages"])))],
                     usage=dict(prompt_tokens=100, completion_tokens=7))
         return 200, json.dumps(said), {}
 
+    def answer(path, authorization, body):
+        return server.respond(body)
+
     server = serve(lambda handler, body: (
         handler.path, handler.headers.get("Authorization"), json.loads(body)), answer)
-    server.answer, server.url = lambda messages: "c", f"{server.url}/v1"
+    server.answer, server.respond = lambda messages: "c", respond
+    server.url += "/v1"
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return server

@@ -22,6 +22,7 @@ from environments.appworld.data import MAX_REPLIES, calls_in, parts, small_appwo
 from environments.appworld.environment import FORM, block, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
 from envs import EnvError
+from evolve import tells
 
 NOBODY = 1234  # any user but root
 
@@ -347,24 +348,14 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(generator):
     def verdict(code, text="A note called Milk, please."):
         return generator.verify(dict(task=dict(start="a", text=text, code=code)))
 
-    hour = "apis.notes.show_hour()\napis.notes.create_note(title='17:45')"
     for code, reason in (
             ([NOTE, DONE], None), ([NOTE], "does not complete it"), ([NOTE, "1 / 0", DONE], "part of its solution fails"),
             (["apis.notes.create_note(title=os.urandom(8).hex())", DONE], "its replays differ"),
             (["apis.notes.show_hour()", DONE], "solved without its last change"),
             (["apis.notes.show_hour()", "apis.supervisor.complete_task(answer='Milk')"], None),
-            # what the text must say: literals that an interface gets or that something is compared with
-            (["a = 'Bread'", "apis.notes.create_note(title=a)", DONE], "does not state every value"),
-            ([f"'Bread' == 'x' or {NOTE}", DONE], "does not state every value"),
-            (["apis.notes.create_note(title=['Milk', 7])", DONE], "does not state every value"),
-            ([hour, DONE], "does not state every value"), (["apis.notes.show_hour()", hour, DONE], None),
-            (["apis.notes.create_note(title='Ada')", DONE], None),        # the person
-            (["apis.notes.create_note(title='called')", DONE], None),     # a document
             (["apis.notes.create_note(title='Milk', access_token='x1', note_id=9)", DONE], None)):
         found = verdict(code)
         assert found == reason or reason and reason in found, (code, found)
-    assert verdict(["apis.notes.create_note(title='Milk', due='2024-11-05')", DONE],
-                   "A note, Milk, due on the 5th of November 2024.") is None
 
 
 def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeypatch):
@@ -390,17 +381,15 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
 
 def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
     replies = ["I look.", block("apis.notes.show_hour()"), block("apis.none.nothing()"), block(NOTE)]
-    assert generator.patterns("a", replies) == {
-        "notes.show_hour", "none.nothing", "notes.create_note", "notes.show_hour, none.nothing",
-        "none.nothing, notes.create_note"}
+    # Only executed calls count, and not the code after an error.
+    replies_with_errors = [*replies, block("1 / 0\napis.notes.show_hour()")]
+    assert generator.patterns("a", replies_with_errors) == {
+        "notes.show_hour", "notes.create_note", "notes.show_hour, notes.create_note"}
     found, = generator.finds("a", replies, random.Random(0))
     assert found["text"] == 'Create a note (notes), title = "Milk".' and found["template"]
     assert found["solution"] == [*map(block, ["apis.notes.show_hour()", NOTE, DONE])]
     assert generator.refusal(found["task"]) is None and generator.verify(found) is None
-    assert not generator.tells(found["text"], found["solution"]) and json.loads(json.dumps(found)) == found
-    assert not generator.tells("My api's note, created by create or note.", found["solution"])
-    for text in ("Call apis.notes for me", "use create_note", "createNote: Milk", '{"title": "Milk"}', "print(title)"):
-        assert generator.tells(text, found["solution"]), text
+    assert not tells(found["text"], found["solution"]) and json.loads(json.dumps(found)) == found
     assert generator.finds("a", replies[:2], random.Random(0)) == []
 
     written = generator.written("a", dict(query="A note.", action_sequence=[block(NOTE)]))
@@ -411,8 +400,7 @@ def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
     assert generator.refusal(new) is None
     for wrong, named in [
             ({"start": "b"}, "no start state of a training task"), ({"text": "count my notes"}, "a task of a split"),
-            ({"code": [DONE]}, "has 1 parts"), ({"code": ["a b", DONE]}, "no Python"),
-            ({"text": "Do the things that I need."}, "asks for nothing")]:
+            ({"code": [DONE]}, "has 1 parts"), ({"code": ["a b", DONE]}, "no Python")]:
         assert named in generator.refusal({**new, **wrong})
     same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['x = "Milk"', "apis.notes.create_note(title=x)", DONE]]
     one, other = (generator.key({**new, "code": code}) for code in same)

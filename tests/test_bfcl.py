@@ -34,6 +34,7 @@ from environments.bfcl.calls import (  # noqa: E402
 )
 from environments.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
 from environments.bfcl.environment import Bfcl  # noqa: E402
+from evolve import tells
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(package.__file__).parents[2]
@@ -490,7 +491,7 @@ def test_what_was_done_becomes_tasks_that_verify_and_are_new():
             *names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
         for proposal in generator.finds(task, replies, rng):
             assert proposal["template"] and proposal["text"] and json.dumps(proposal)
-            assert not generator.tells(proposal["text"], proposal["solution"])
+            assert not tells(proposal["text"], proposal["solution"])
             reason = generator.refusal(proposal["task"]) or generator.verify(proposal)
             verdicts[reason] += 1
             kept += [] if reason else [proposal]
@@ -520,50 +521,12 @@ def test_planted_proposals_are_refused(files):
             break
     assert spelled != other["calls"]
     for wrong, named in [
-            ({"start": test["start"]}, "no start state of a training task"), ({"turns": []}, "asks for nothing"),
-            ({"calls": [[]]}, "asks for nothing"), ({"turns": [test["turns"][0]]}, "a task of a split"),
+            ({"start": test["start"]}, "no start state of a training task"),
+            ({"turns": [test["turns"][0]]}, "a task of a split"),
             *[({"turns": ["x"] * len(calls), "calls": calls}, "a task of a split") for calls in (other["calls"], spelled)],
             ({"calls": [[call_of("_load_scenario")]]}, "no function '_load_scenario'"),
             ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:
         assert named in generator.refusal({**new, **wrong})
-
-
-WISHES = ["Do the things that I need.", "", "Use the tools to do what I want.", "Complete my request",
-          "Execute the functions that are necessary.", "Get the information I asked for."]
-
-
-def test_a_text_must_ask_for_something(files):
-    _, generator, _, new = files
-    asked, refused = 0, 0
-    for key in files[0].splits["train"]:
-        calls = tasks("base")[key]["calls"][:1]
-        if not calls[0] or calls == tasks("base")[key]["calls"]:
-            continue
-        for wish in WISHES:
-            assert generator.refusal(dict(start=key, turns=[wish], calls=calls)) == "its text asks for nothing", (wish, calls)
-        asked += 1
-        text = f"So: {tasks('base')[key]['turns'][0]}"
-        refused += generator.refusal(dict(start=key, turns=[text], calls=calls)) is not None
-        refused += generator.tells(text, script(calls))
-    assert asked > 70 and refused == 0
-    there = call_of("cd", folder="alpha")
-    assert generator.refusal({**new, "turns": ["Was liegt in 'alpha'?"], "calls": [[there, LS]]}) is None
-
-
-def test_a_text_that_contains_its_calls_is_recognised(files):
-    generator = files[1]
-    new = [call_of("mkdir", dir_name="new"), call_of("sort", file_name="notes.txt"), call_of("pwd"),
-           call_of("get_stock_info", symbol="AAPL"), call_of("startEngine", ignitionMode="START")]
-    for text in ("Please make a directory that is called new.", "Sort notes.txt", "sort the notes; the sort of notes",
-                 "Which way am I? Start the engine.", "What is the stock info of AAPL?", "mkdirs are new", "(id='USR1'), as file: new", ""):
-        assert not generator.tells(text, script([new])), text
-    for text in ("mkdir new", "mkdir --dir_name=new", "pwd, please", "`sort` it", "sort[notes.txt]",
-                 "Get-Stock-Info AAPL", "vehicle.startEngine()", "```\nx\n```", "<tool_call>x",
-                 "tool: a\narguments: b", '{"dir_name": "new"}', as_reply(new), *map(as_python, new)):
-        assert generator.tells(text, script([new])), text
-    write = call_of("echo", content='print("x")', file_name="a.py"), call_of("edit_ticket", ticket_id=1, updates={"priority": 3})
-    assert not generator.tells(generator.template(write), script([write]))
-    assert not generator.tells("x", ["words", json.dumps(dict(name={}, arguments=5)), DEEP, block("none")])
 
 
 def test_a_solution_that_does_not_prove_its_task_is_refused(files):
@@ -584,15 +547,6 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(files):
     cars = next(key for key in env.splits["train"] if "VehicleControlAPI" in start_state(key)["classes"])
     outside = call_of("get_outside_temperature_from_google")
     assert verdict([[outside]], start=cars) is None  # what is drawn is drawn again
-    # What nobody says and nothing shows: other words, parts of words, and numbers that are others.
-    unsaid = "its text does not state every value that its calls need"
-    tank = call_of("fillFuelTank", fuelAmount=7.0)
-    for calls, text, start in (([folder], "A folder.", None), ([folder], "A folder alphabet", None), ([tank], "Some fuel: 7.5", cars)):
-        assert verdict([calls], text=text, start=start or new["start"]) == unsaid
-    for text in ("Add 7 gallons", "seven gallons of fuel", "7.00 gallons"):
-        assert verdict([[tank]], text=text, start=cars) is None
-    shown = next(iter(start_state(new["start"])["config"]["GorillaFileSystem"]["root"]))
-    assert verdict([[call_of("mkdir", dir_name=f"{shown}_new")]]) is None  # its place and the text
 
 
 def test_tasks_that_do_the_same_have_one_key(files):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 from conftest import make_tokenizer, plain_log_probs
+from engine.records import read_pairs, write_pairs
 
 import coevolve
 from coevolve import Agent, Settings
@@ -17,7 +18,6 @@ from common.files import read_json, read_jsonl, write_jsonl
 from common.settings import UsageError
 from dpo import Group, Pair, Trajectory, pair_weight
 from engine.chat import Encoder
-from engine.records import read_pairs, write_pairs
 
 FF = "failure>failure"
 

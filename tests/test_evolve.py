@@ -316,11 +316,6 @@ class Smith:
         return "odd" if proposal["task"]["number"] % 2 else None
 
 
-class Discreet(Smith):
-    def tells(self, text, solution):
-        return solution[0] in text
-
-
 @pytest.mark.parametrize("verify, third", [(True, "odd"), (False, None)])
 def test_finds_are_judged_in_their_order(verify, third, monkeypatch):
     """By hand, of tasks of which 16 is in D, and three may join."""
@@ -330,15 +325,14 @@ def test_finds_are_judged_in_their_order(verify, third, monkeypatch):
                     task=task, solution=[solution])
 
     finds = [find(12), find(12, "as before"), find(13, "an odd one"), find(14), find(16), find(None),
-             find(18, "w" * 1001), find(18, "w" * 1000), find(20, "say zz", "zz"),
+             find(18, "w" * 1001), find(18, "w" * 1000), find(20, "So: Search Red-Mugs!", "search[red mugs]"),
              find(22, "is IT 12 so"), find(24, "is it 12 or more"), find(26), find(28, "w" * 1001)]
     reasons = [None, "known already", third, "a number of a split", "known already",
-               "not of the form that was asked for", "its text is too long", None,
+               "not of the form that was asked for", "its text is empty or too long", None,
                "its text tells the solution", "a text that is there already",  # 3 of 4 words
                None if verify else "enough were added",  # 3 of 5
-               "enough were added", "its text is too long"]
+               "enough were added", "its text is empty or too long"]
     env = Letters()
-    env.task_generator = Discreet
     monkeypatch.setattr(evolve, "MOST_NEW_TASKS", 3)
     s = evolve.Settings(near_text=0.75, verify=verify)
     run = SimpleNamespace(settings=s, on_main=lambda function: function(), make_env=lambda: env)

@@ -278,23 +278,6 @@ def test_expert_replays_to_1(view):
             assert all(play(env, task) == 1 for task in env.tasks(split)[::6])
 
 
-def test_a_text_that_contains_a_query_is_recognised():
-    env = make("intercodesql")
-    generator, gold = env.task_generator(), "SELECT name FROM singer WHERE land = 'Spain'"
-    solution = [act("DESC singer"), act(gold), "Action: submit"]
-    for text in ("Select the names of all singers from Spain.", "Select them from where it isn't cold, and submit",
-                 "Describe a singer.", "Which of the selected ones are from (or near) Spain?", ""):
-        assert not generator.tells(text, solution), text
-    for task in env.tasks("train"):
-        question = env.find(task)
-        assert not generator.tells(question["query"], [act(question["gold"])]), question
-    for text in (gold.lower(), "Who? " + gold.replace("'", "").replace(" ", "\n"), "desc `singer`;", "select age from singer",
-                 "SELECT age FROM town", *(f"select age from {sql}" for sql in (
-                     "(town)", "town where age in (1)", "town where land like 'a%'", "town order by age", "town limit 3",
-                     "town join land")), "select * from town", "select max(age) from town"):
-        assert generator.tells(text, solution), text
-
-
 def test_questions_whose_queries_always_return_the_same_rows_have_one_key():
     env = make("intercodesql")
     generator = env.task_generator()

@@ -16,6 +16,7 @@ from environments import make
 from environments.webshop import catalogue
 from environments.webshop import shop as webshop
 from environments.webshop.shop import WebShop
+from evolve import tells
 
 
 def test_reward_agrees_with_the_official_reward_on_all_vectors():
@@ -254,17 +255,6 @@ def generator():
     return make("webshop").task_generator()
 
 
-def test_a_text_that_contains_its_solution_is_recognised_in_any_spelling(generator):
-    text = "i need a super soft desk lamp in navy, {}, and price lower than 50.00 dollars"
-    solution = ["Thought: so.\nAction: search[desk lamp super soft]", "click[B09PO8ANXU]", "click[navy]", "click[Buy Now]"]
-    for told in ("search[desk lamp super soft]", "s e a r c h desk lamp super soft", "ｓｅａｒｃｈ［lamp］",
-                 "search: lamp", "SEARCH<lamp>", "Click on navy", "c-l-i-c-k (navy)", "number b09po8anxu",
-                 "B09P O8AN-XU", "BUY-NOW", "buy\u200b now"):
-        assert generator.tells(text.format(told), solution), told
-    for said in ("searching now", "search, and buy it", "i search; now"):
-        assert not generator.tells(text.format(said), solution), said
-
-
 def test_goals_have_one_key_if_every_purchase_earns_the_same(generator):
     """The key does not depend on words, order, or limits with no price in between."""
     shop = generator.shop
@@ -291,7 +281,7 @@ def test_the_expert_succeeds_and_no_goal_contains_its_solution(view, generator):
         for task in shop.tasks(split)[::3]:
             messages, reward = environments.converse(shop, shop.reset(task), shop.expert())
             replies = [turn["content"] for turn in messages[1::2]]
-            assert not generator.tells(shop.find(task)["instruction"], replies)
+            assert not tells(shop.find(task)["instruction"], replies)
             assert re.fullmatch(r"(Thought: I should search for a .*\nAction: )?search\[.*]", replies[0])
             assert ("Thought" in replies[0]) == (view == "full")
             rewards.append(reward)

@@ -11,11 +11,9 @@ import itertools
 import json
 import random
 
-from environments import words_of
+from environments import with_pairs, words_of
 from environments.appworld import data
 from environments.appworld.environment import block, code_of
-from environments.appworld.judging import Trace
-from environments.wording import asks, holds_call, holds_code, leaves, tokens, with_pairs
 
 DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
@@ -48,10 +46,9 @@ class TaskGenerator:
                              for start in starts}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the names of the APIs that the replies call, and all pairs of consecutive
-        names."""
-        names = [name for code in codes(replies) for name in calls_of(code)]
-        return with_pairs(names)
+        """Returns the names of the APIs that were called, and all pairs of consecutive names."""
+        trace = self.env.judge.trace(self.env.find(task), codes(replies))
+        return with_pairs([name for calls in trace.calls for name, _ in calls])
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes a candidate from an episode, with a text generated from the template.
@@ -113,18 +110,6 @@ class TaskGenerator:
                 node.id = names.setdefault(node.id, f"name{len(names)}")
         return f"{task['start']} {ast.unparse(tree)}"
 
-    def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if the text of a task reveals the task's solution.
-
-        A text reveals the solution if the text contains code of the solution, or a call of an API
-        that the solution calls.
-        """
-        code = "\n".join(codes(solution))
-        literals = [value for value in literals_of(code) if isinstance(value, str)]
-        return holds_code(text, literals) or any(
-            holds_call(text, name.partition(".")[2], self._prose(name), {})
-            for name in calls_of(code))
-
     def refusal(self, task: dict) -> str | None:
         """Returns the reason why a task must not be added to the run's tasks, or None if there is
         no such reason."""
@@ -139,20 +124,13 @@ class TaskGenerator:
             return "a part of its solution is no Python"
         if words_of(task["text"]) in self.instructions:
             return "a task of a split"
-        about = []
-        for part in code:
-            names = [name for name in calls_of(part) if name.partition(".")[2] not in COMMON]
-            if names:
-                about += [*names, *map(self._prose, names), *map(str, literals_of(part))]
-        return None if asks(task["text"], " ".join(about)) else "its text asks for nothing"
+        return None
 
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate by running its solution.
 
         - Two runs of the solution must complete the task and end in the same state. No part of the
           solution may raise an error.
-        - An agent must be able to find out all literals that the code needs, see `_states_all`.
-          Candidates from the template are exempt from this rule.
         - The last part that changed the apps must be necessary. A run without this part must not
           complete the task with the same final state. If no part changed the apps, completing the
           task without an answer must not be enough.
@@ -169,8 +147,6 @@ class TaskGenerator:
             return "a part of its solution fails"
         if not self._same_end(task, first.changes, second.changes):
             return "its replays differ"
-        if not (candidate.get("template") or self._states_all(task, first)):
-            return "its text does not state every value that its code needs"
         changing = [n for n, changed in enumerate(first.changed) if changed]
         if changing:
             last = changing[-1]
@@ -223,60 +199,11 @@ class TaskGenerator:
         result = self.env.judge.compare(task["start"], first, second)
         return None if "error" in result else result["answer"] and result["apps"]
 
-    def _prose(self, name: str) -> str:
-        """Returns the description of an API, followed by the descriptions of its arguments."""
-        document = self.documents.get(name, dict(description="", parameters=()))
-        arguments = [f"{row['name']} {row['description']}" for row in document["parameters"]
-                     if row["name"] not in SECRETS]
-        return " ".join([document["description"], *arguments])
-
-    def _states_all(self, task: dict, trace: Trace) -> bool:
-        """Returns True if an agent can find out every literal that the solution needs.
-
-        The solution needs a literal if the solution's code passes the literal to an API or compares
-        a value with the literal. The agent can find a literal in one of these places:
-
-        - the text of the task
-        - the data of the person whose phone it is
-        - the documentation of the API's argument
-        - the output of an earlier code block of the solution
-
-        Ids, page numbers and secrets such as passwords are not checked, because the agent can
-        always look up these values.
-        """
-        owner = data.specs(self.env.judge.root, task["start"])["supervisor"]
-        known = tokens(f"{task['text']} {json.dumps(owner)}")
-        literals = []
-        for code, output, calls in zip(task["code"], trace.outputs, trace.calls):
-            literals += literals_of(code)
-            needed = set()
-            for node in ast.walk(tree_of(code)):
-                if isinstance(node, ast.Compare):
-                    needed |= tokens(" ".join(texts_of(node)))
-            for name, arguments in calls:
-                for argument in self.documents[name]["parameters"]:
-                    key = argument["name"]
-                    if key in SECRETS or key.endswith("_id") or key.startswith("page_"):
-                        continue
-                    values = [value for value in leaves(arguments.get(key)) if value in literals]
-                    needed |= tokens(" ".join(map(str, values))) - tokens(json.dumps(argument))
-            if needed - known:
-                return False
-            known |= tokens(output)
-        return True
-
-
 def literals_of(code: str) -> list:
     """Returns the values of all literals in the code, or [] if the code is not valid Python."""
     tree = tree_of(code)
     nodes = ast.walk(tree) if tree else ()
     return [node.value for node in nodes if isinstance(node, ast.Constant)]
-
-
-def texts_of(node: ast.Compare) -> list[str]:
-    """Returns the string literals that are operands of a comparison."""
-    sides = [getattr(side, "value", None) for side in (node.left, *node.comparators)]
-    return [side for side in sides if isinstance(side, str)]
 
 
 def codes(replies: list[str]) -> list[str]:

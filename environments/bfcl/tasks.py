@@ -9,10 +9,9 @@ import json
 import random
 from hashlib import sha256
 
-from environments import converse, saying, words_of
+from environments import converse, leaves, saying, with_pairs, words_of
 from environments.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
 from environments.bfcl.data import CATEGORIES, functions, prose, tasks
-from environments.wording import asks, holds_call, holds_code, leaves, tokens, with_pairs
 
 MAX_CALLS = 8  # maximum number of calls in the solution of a task from a template [ours]
 
@@ -111,22 +110,6 @@ class TaskGenerator:
                    for calls in task["calls"]]
         return f"{task['start']} {sha256(repr(effects).encode()).hexdigest()}"
 
-    def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if the text of a task reveals the solution.
-
-        A text reveals the solution if the text contains one of the calls, the name of a called
-        function, or other code.
-        """
-        values = []
-        for call in calls_in(solution):
-            if isinstance(call, str) or problem(call) or call["name"] not in self.functions:
-                continue
-            values += call["arguments"].values()
-            document = prose(self.functions[call["name"]])
-            if holds_call(text, call["name"], document, call["arguments"]):
-                return True
-        return holds_code(text, values)
-
     def refusal(self, task: dict) -> str | None:
         """Returns the reason why a task must not be added to the run's tasks, or None if there is
         no such reason."""
@@ -141,9 +124,6 @@ class TaskGenerator:
         same_solution = self._without_defaults(task) in self.solutions
         if same_solution or self.texts & {*map(words_of, task["turns"])}:
             return "a task of a split"
-        about = [task["calls"], [documents[call["name"]] for call in all_calls(task)]]
-        if not asks(" ".join(task["turns"]), json.dumps(about)):
-            return "its text asks for nothing"
         return None
 
     def verify(self, candidate: dict) -> str | None:
@@ -153,15 +133,11 @@ class TaskGenerator:
         - A second episode with the same solution must have the same results and states.
         - The solution without its last call must not get the reward 1. Otherwise the last call is
           not necessary for the task.
-        - An agent must be able to find out all values that the calls need, see `states_all`.
-          Candidates from the template are exempt from this rule.
 
         Returns:
             None if the candidate is valid, and otherwise the reason why it is not.
         """
         task = candidate["task"]
-        if not (candidate.get("template") or states_all(task)):
-            return "its text does not state every value that its calls need"
         reward, results, states = self._play(task, candidate["solution"])
         if any(map(failed, results)):
             return "a call of its solution fails"
@@ -256,31 +232,3 @@ def useful(made: list[tuple]) -> list[tuple]:
             selected.append((call, result, changed))
             later_values += [str(value) for value in leaves(call["arguments"])]
     return selected[::-1]
-
-
-def states_all(task: dict) -> bool:
-    """Returns True if an agent can find out the values of all arguments in the solution's calls.
-
-    An agent can find out a value if the value occurs in one of these places:
-
-    - a message of the user, in this turn or an earlier turn
-    - the documentation of the argument
-    - the start state of the simulators
-    - the result of any function when it is called without arguments
-    - the result of an earlier call in the solution
-    """
-    documents = functions(task["start"])
-    explored, simulators = Simulators(task["start"]), Simulators(task["start"])
-    known = tokens(explored.states())
-    for name in documents:
-        known |= tokens(explored.run(dict(name=name, arguments={})))
-    for text, calls in zip(task["turns"], task["calls"]):
-        known |= tokens(text)
-        for call in calls:
-            arguments = documents[call["name"]]["parameters"]["properties"]
-            for name, value in call["arguments"].items():
-                in_document = tokens(json.dumps(arguments.get(name)))
-                if tokens(" ".join(map(str, leaves(value)))) - known - in_document:
-                    return False
-            known |= tokens(simulators.run(call))
-    return True

@@ -26,18 +26,6 @@ VARYING = set("now date time datetime julianday strftime unixepoch timediff curr
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
 
-# Each item is a pair of patterns. The first pattern matches an operation in a query. The second
-# pattern matches the words for this operation in a question.
-OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
-              (r"\bavg\b", r"\b(average|mean)\b"), (r"\b(or|in)\b", r"\bor\b"))
-
-# This pattern matches syntax that occurs in SQL, but not in an English sentence with "select" and
-# "from".
-SIGNS = re.compile(r"[`*=<>]|\(.*\bfrom\b|\bfrom\s*\(|\bwhere\b.*(?:[(\"]|\s')"
-                   r"|\b(?:order|group)\s+by\b|\blimit\s+\d|\bjoin\b|(?-i:SELECT\b.*\bFROM\b)",
-                   re.I | re.S)
-
-
 def _pattern(gold: str) -> re.Pattern:
     """Returns a pattern that matches every query of a question family.
 
@@ -187,27 +175,6 @@ class TaskGenerator:
                     task=dict(query=proposal["query"], db=self.env.find(task)["db"],
                               gold=" ".join(answers[-1].split()).rstrip(" ;")))
 
-    def agree(self, task: dict) -> bool:
-        """Returns True if the question and the gold query mention the same parts of the database.
-
-        Both must mention the same tables, columns, values, numbers and operations, and the query
-        must read at least one table. There are two exceptions: the query may contain LIMIT 1 and
-        the column `Table.label`, even if the question does not mention them.
-        """
-        tables, question = self.env.data.tables[task["db"]], task["query"]
-        sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)
-        quoted = {*re.findall("'(.*?)'", sql)}
-        in_question = named(tables, question, quoted)
-        in_query = named(tables, sql, quoted) | quoted
-        reads = {table.name for table in tables} & {*tables_of(sql.lower())}
-        labels = {table.label.name for table in tables}
-        if not reads or not in_question <= in_query or not in_query - in_question <= labels:
-            return False
-        for code, words in OPERATIONS:
-            if bool(re.search(code, sql, re.I)) != bool(re.search(words, question, re.I)):
-                return False
-        return True
-
     def key(self, task: dict) -> str:
         """Returns a key that is equal for equivalent questions. The key consists of the database's
         name and the result of `effect` for the gold query."""
@@ -235,38 +202,16 @@ class TaskGenerator:
         return None if worth else ("its query cannot be run, has no rows or too many, or a "
                                    "condition that changes little")
 
-    def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if the text of a question reveals a part of its solution.
-
-        There are two such cases: the text contains an action of the solution that has more than one
-        word, or the text contains a SELECT query. The words "select ... from" count as a query if a
-        table of the solution follows "from", or if SIGNS matches.
-        """
-        plain = f" {_plain(text)} "
-        tables = []
-        for reply in solution:
-            action = _plain(self.env.action(reply) or reply)
-            if " " in action and f" {action} " in plain:
-                return True
-            tables += tables_of(action)
-        select = re.search(r"\bselect\b.*\bfrom\b.*", text, re.I | re.S)
-        if select is None:
-            return False
-        reads = any(f" from {table} " in plain for table in tables)
-        return reads or bool(SIGNS.search(select[0]))
-
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate.
 
-        The function `agree` must return True for the task. The solution is run in two episodes.
-        Both episodes must have the same messages and the reward 1.
+        The solution is run in two episodes. Both episodes must have the same messages and the
+        reward 1.
 
         Returns:
             None if the candidate passes, and otherwise the reason why it does not.
         """
         task, solution = candidate["task"], candidate["solution"]
-        if not self.agree(task):
-            return "its text does not ask for what its query reads"
         if len(solution) > self.env.max_turns:
             return "its solution is longer than an episode"
         first, second = (converse(self.env, self.env.start(task), saying(solution))
@@ -313,35 +258,6 @@ def effect(data: questions.SQLData, db: str, gold: str) -> str:
     return sha256(str(answers).encode()).hexdigest()
 
 
-def named(tables: list, text: str, values: set[str]) -> set[str]:
-    """Returns the tables, columns, values and numbers that a text mentions.
-
-    Args:
-        tables: Tables of the database.
-        text: A question or a query.
-        values: Words that count as values even if the tables do not contain them.
-
-    Returns:
-        The names of the tables and columns in the database, the values, and the numbers as text.
-    """
-    names = {}  # {word for a table or column: its name in the database}
-    for table in tables:
-        for word in (table.name, table.noun, table.noun[:-1]):
-            names[word] = table.name
-        for column in table.columns:
-            if column.concept or column is table.label:
-                for word in (column.name, *column.concept):
-                    names[word] = names[f"{word}s"] = column.name
-                values = values | {*map(str, column.values)}
-    mentioned = set()
-    for word in re.findall(r"\w+", text):
-        if word.lower() in names:
-            mentioned.add(names[word.lower()])
-        elif word in values or word.isdigit():
-            mentioned.add(word)
-    return mentioned
-
-
 def parts_of(sql: str) -> list[str]:
     """Splits a query into words, quoted strings and punctuation marks.
 
@@ -349,11 +265,3 @@ def parts_of(sql: str) -> list[str]:
     """
     parts = re.findall(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|\w+|[^\w\s]", sql, re.S)
     return [part for part in parts if not part.startswith(("--", "/*")) and part != ";"]
-
-
-def _plain(text: str) -> str:
-    """Returns the words and punctuation marks of a text in lower case, separated by spaces.
-
-    Quotation marks, backticks and semicolons are removed.
-    """
-    return " ".join(re.findall(r"\w+|[^\w\s'\"`;]", text.lower()))

@@ -6,12 +6,12 @@ import tempfile
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakSet
 
 import requests
+from bs4 import BeautifulSoup, NavigableString
 from filelock import FileLock
 
 from environments import UsageError
@@ -182,7 +182,7 @@ class Client:
             return Page("results", page.pieces, page.links)
         return Page("item", page.pieces, page.links, link.product or before.item)
 
-    def _read_html(self, response: requests.Response) -> "_Html":
+    def _read_html(self, response: requests.Response) -> "ServerPage":
         """Parses a response. Raises EnvError if it is not a complete WebShop page."""
         html = response.content.decode("utf-8", "replace")
         if response.status_code != 200:
@@ -190,8 +190,8 @@ class Client:
         if "</html>" not in html:
             self._fail("the page is incomplete")
         try:
-            page = _Html(html, response.url)
-        except (ValueError, IndexError, AssertionError) as error:  # invalid address, reward or tag
+            page = read_page(html, response.url)
+        except (ValueError, AssertionError) as error:  # invalid address, reward or tag
             self._fail(f"the page cannot be parsed ({error})")
         if page.reward is None and not (page.instruction and (page.form or page.links)):
             self._fail(NO_WEBSHOP)
@@ -230,95 +230,67 @@ class Client:
         self.ready[self.url].discard(self)
 
 
-class _Html(HTMLParser):
-    """Parses the HTML of a page of a real server.
+@dataclass
+class ServerPage:
+    """What a page of a real server shows."""
+    pieces: list[str]        # the visible texts, split at HTML tags
+    # {text: Link} of the buttons, products and options; texts of buttons and products in lower case
+    links: dict[str, Link]
+    form: Link | None        # the search form, or None if the page has none
+    instruction: str | None  # the instruction, or None if the page does not show it
+    reward: float | None     # the reward of the purchase, or None if the page shows none
 
-    Attributes:
-        pieces: The visible texts, split at HTML tags.
-        links: A dict {text: `Link`} of the buttons, products and options. The texts of buttons and
-            products are in lower case.
-        form: The `Link` of the search form, or None if the page has no search form.
-        instruction: The instruction, or None if the page does not show it.
-        reward: The reward of the purchase, or None if the page does not show a reward.
+
+def read_page(html: str, url: str) -> ServerPage:
+    """Reads a page as WebShop's own text environment does.
+
+    Raises ValueError if an address or the reward is not valid.
     """
-    HIDDEN = ("style", "script", "head", "title")
+    soup = BeautifulSoup(html, "html.parser")
 
-    def __init__(self, html: str, url: str):
-        super().__init__()
-        self.pieces = []
-        self.links = {}
-        self.form = None
-        self.instruction = None
-        self.reward = None
-        self._url = url
-        self._action = url    # address of the form that was opened last
-        self._options = {}    # {value of an option: Link}
-        self._text = ""       # text since the last tag or comment
-        self._hidden = 0      # number of open elements with invisible text, such as <script>
-        self._control = None  # open button or product link: (tag, Link, index of its first piece)
-        self._scored = False  # True if the next <pre> element contains the reward
-        self.feed(html)
-        self.close()
+    def address(tag, name: str) -> str:
+        return urljoin(url, tag.get(name, ""))
 
-        # If an option has the same text as a button or product, leave out the option.
-        for value, link in self._options.items():
-            self.links.setdefault(value, link)
-        for piece, next_piece in zip(self.pieces, [*self.pieces[1:], ""]):
-            before, label, text = piece.partition("Instruction:")
-            if label and not before:
-                # The page usually shows the instruction in the piece after "Instruction:". The
-                # sub-page "Attributes" shows both in the same piece.
-                self.instruction = text.strip() or next_piece
-                break
+    def submit(tag) -> Link:
+        form = tag.find_previous("form")
+        return Link("POST", address(form, "action") if form else url)
 
-    def handle_starttag(self, tag, attrs):
-        self._end_text()
-        attrs = {name: value or "" for name, value in attrs}
-        classes = attrs.get("class", "").split()
-        self._hidden += tag in self.HIDDEN
-        if tag == "form":
-            self._action = self._address(attrs, "action")
-        elif attrs.get("name") == "search_query":
-            self.form = Link("POST", self._action)
-        elif attrs.get("type") == "radio":
-            # A radio button is an option. If two options have the same value, use the later option.
-            value = attrs.get("value", "")
-            has_slash = "/" in value or "/" in attrs.get("name", "")
-            link = Link("GET", self._address(attrs, "data-url"), has_slash=has_slash)
-            self._options[value] = link
-        if "btn" in classes:
-            self._control = tag, Link("POST", self._action), len(self.pieces)
-        elif "product-link" in classes:
-            self._control = tag, Link("GET", self._address(attrs, "href")), len(self.pieces)
-        self._scored |= attrs.get("id") == "reward"
+    links = {}
+    for tag in soup.select(".btn, .product-link"):
+        text = "".join(visible_texts(tag))
+        link = submit(tag)
+        if "btn" not in tag["class"]:
+            link = Link("GET", address(tag, "href"), product=text)
+        links[text.lower()] = link
+    options = {}  # of two options with the same value, the later one counts
+    for tag in soup.select('input[type="radio"]'):
+        value = tag.get("value", "")
+        has_slash = "/" in value or "/" in tag.get("name", "")
+        options[value] = Link("GET", address(tag, "data-url"), has_slash=has_slash)
+    # If an option has the same text as a button or product, leave out the option.
+    links = links | {value: link for value, link in options.items() if value not in links}
 
-    def _address(self, attrs: dict, name: str) -> str:
-        return urljoin(self._url, attrs.get(name, ""))
+    pieces = visible_texts(soup)
+    instruction = None
+    for piece, next_piece in zip(pieces, [*pieces[1:], ""]):
+        before, label, text = piece.partition("Instruction:")
+        if label and not before:
+            # The page usually shows the instruction in the piece after "Instruction:". The sub-page
+            # "Attributes" shows both in the same piece.
+            instruction = text.strip() or next_piece
+            break
+    search = soup.find(attrs={"name": "search_query"})
+    reward = soup.select_one("#reward pre, pre#reward")
+    return ServerPage(pieces, links, search and submit(search), instruction,
+                      reward and float(reward.get_text()))
 
-    def handle_endtag(self, tag):
-        self._end_text()
-        self._hidden -= tag in self.HIDDEN
-        if self._control and tag == self._control[0]:
-            _, link, first = self._control
-            text = "".join(self.pieces[first:])
-            product = text if link.method == "GET" else None
-            self.links[text.lower()] = Link(link.method, link.address, product)
-            self._control = None
-        if tag == "pre" and self._scored:
-            self.reward = float(self.pieces[-1])
-            self._scored = False
 
-    def handle_data(self, data):
-        self._text += data
-
-    def handle_comment(self, data):
-        self._end_text()
-
-    def _end_text(self):
-        """Ends the current text, and adds it to `pieces` if it is visible. The parser calls this
-        method at every tag and comment. A text that consists of whitespace is left out if it
-        contains a newline."""
-        text = self._text
-        self._text = ""
-        if text and not self._hidden and (text.strip(" \t\n\f\r") or "\n" not in text):
-            self.pieces.append(text.strip())
+def visible_texts(tag) -> list[str]:
+    """Returns the visible texts in a tag. A text that consists of whitespace is left out if it
+    contains a newline."""
+    texts = []
+    for text in tag.find_all(string=True):
+        is_text = type(text) is NavigableString and not text.find_parent(["head", "title"])
+        if is_text and (text.strip() or "\n" not in text):
+            texts.append(text.strip())
+    return texts

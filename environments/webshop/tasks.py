@@ -7,12 +7,10 @@ therefore a solution of the new goal.
 
 import random
 import re
-import unicodedata
 
-from environments import words_of
+from environments import with_pairs, words_of
 from environments.webshop.catalogue import draw_limit, goal_for, goal_key, instruction_of, meets
 from environments.webshop.shop import Page, name_and_argument
-from environments.wording import with_pairs
 
 # If more products than this number meet a new goal, the goal is rejected as too vague [ours].
 MAX_FITTING = 4
@@ -129,21 +127,6 @@ class TaskGenerator:
             within_limit += (product["query"] == goal["query"]
                              and product["price"] <= goal["price_upper"])
         return *goal_key(goal), within_limit
-
-    def tells(self, text: str, solution: list[str]) -> bool:
-        """Returns True if the text of a task reveals a part of its solution.
-
-        Such parts are search[...], click[...], "Buy Now", an action of the solution, and a product
-        number. Real customers do not write such texts. The method ignores case, spaces and
-        punctuation.
-        """
-        plain = unicodedata.normalize("NFKC", text).lower()
-        if re.search(r"search\s*[^\w\s,.;!?'-]", plain):
-            return True
-        parts = ["click", "buy now", *map(self.shop.action, solution)]
-        parts += [product["asin"] for product in self.products]
-        squeezed_text = squeezed(plain)
-        return any(squeezed(part.lower()) in squeezed_text for part in parts)
 
     def refusal(self, goal: dict) -> str | None:
         """Returns the reason why a goal cannot become a new task, or None if it can."""

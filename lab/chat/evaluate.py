@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
@@ -21,17 +21,25 @@ from tqdm import tqdm
 
 from coevolve import summarise
 from common.files import hash_of, seed_of, whole_lines
-from common.settings import Free, Method, Stated, UsageError, limited
+from common.settings import Free, Method, Rate, Stated, UsageError, limited
 from dpo import Trajectory
 from engine import rollouts
 from engine.experts import best_of_tasks, evaluated_tasks
 from engine.run import Run
 from environments import is_web_address
 from environments.expert_files import experts
-from envs import Environment
+from envs import Environment, episode
 from evolve import by_one_rank
-from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
+from lab.chat.endpoint import (
+    USAGE,
+    Endpoint,
+    EndpointError,
+    NotAnswered,
+    OnlyThoughts,
+    Refused,
+)
 
+BYTES_PER_TOKEN = 4  # average for estimates of token counts [OpenAI, for English]
 SLOTS = 16  # concurrent requests, unless --slots is given [ours]
 
 
@@ -52,9 +60,9 @@ def evaluate(
     """Evaluates an agent on the tasks of a split, with --rollouts episodes per task.
 
     Returns:
-        The trajectories, and metrics averaged over all episodes. With --method chat, the API usage is included. With
-        several rollouts, `best` and `best_success` are the reward and the success rate of each
-        task's best rollout, averaged over tasks.
+        The trajectories, and metrics averaged over all episodes. With --method chat, the API usage
+        is included. With several rollouts, `best` and `best_success` are the reward and the success
+        rate of each task's best rollout, averaged over tasks.
     """
     s = run.settings
     episodes = []
@@ -90,7 +98,12 @@ class Paid:
         self.slots = run.settings.slots or SLOTS
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
+        self.first = threading.Lock()  # held by the conversation that gets the first answer
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
+        # The messages of the first answered request. The first row of answers.jsonl has them, too.
+        self.answered = next((row["messages"] for row in self.rows.values() if "messages" in row),
+                             None)
+        self.openings = []  # functions that return the first messages of a conversation
         # Maps a conversation to its latest request: (number of messages, row of answers.jsonl)
         self.last = {}
         self.noticed = Counter()
@@ -101,21 +114,81 @@ class Paid:
         Args:
             what: Identifies the conversation, for example by task and rollout.
             messages: All messages of the conversation so far.
+
+        Raises:
+            NotAnswered: The endpoint does not reply to this conversation.
+            EndpointError: The endpoint refuses all requests.
         """
         asked = hash_of([*what, messages])
         row = self.rows.get(asked)
         if row is None:
             try:
-                reply, usage = self.endpoint(messages)
+                reply, usage = self.send_in_turn(messages)
             except OnlyThoughts as error:
                 self.notice("only_thoughts", f"{error}; such requests are counted")
                 raise
             cut = self.is_cut(what, messages, usage["prompt_tokens"])
-            row = dict(asked=asked, phase=self.run.name, reply=reply, cut_prompts=int(cut), **usage)
-            with self.lock, open(self.file, "a") as file:
-                file.write(json.dumps(row) + "\n")
-                self.rows[asked] = row
+            row = self.record(asked, messages, reply, usage | dict(cut_prompts=int(cut)))
         self.last[what] = len(messages), row
+        return row
+
+    def send_in_turn(self, messages: list[dict]) -> tuple[str, dict]:
+        """Calls `send`. Until the first answer, it is called by one thread at a time, because the
+        first answer determines the body of all other requests."""
+        with self.first:
+            if len(self.endpoint.bodies) > 1:
+                return self.send(messages)
+        return self.send(messages)
+
+    def send(self, messages: list[dict]) -> tuple[str, dict]:
+        """Sends a request, and returns the reply and its usage. If the request is refused, checks
+        if the endpoint refuses this conversation or all requests.
+
+        A request that was answered before is repeated. If it is refused as well, the endpoint
+        refuses all requests, for example because of an empty account, and nothing is recorded. If
+        it is answered, the refused request is sent once more, because the refusal may have been
+        temporary. Until the first answer, the opening of another conversation takes the place of
+        the answered request.
+
+        Raises:
+            Refused: The endpoint refuses this conversation, but not all requests.
+            EndpointError: The endpoint refuses all requests.
+        """
+        try:
+            return self.endpoint(messages)
+        except Refused as refusal:
+            probe = self.answered or self.other_opening(messages)
+            if probe is None:
+                raise EndpointError(str(refusal)) from None
+            try:
+                reply, usage = self.endpoint(probe)
+                self.record("", probe, reply, usage | dict(cut_prompts=0))
+            except Refused:
+                raise EndpointError(f"{refusal}; another request is refused, too") from None
+            except NotAnswered:
+                pass  # a response without a reply is an answer
+        reply, usage = self.endpoint(messages)
+        return reply, usage | dict(retries=usage["retries"] + 1)
+
+    def other_opening(self, messages: list[dict]) -> list[dict] | None:
+        """Returns the opening of a conversation with other messages, or None if there is none."""
+        openings = (opening() for opening in self.openings)
+        return next((other for other in openings if other != messages), None)
+
+    def record(self, asked: str, messages: list[dict], reply: str, usage: dict) -> dict:
+        """Appends a response to answers.jsonl, and returns its row.
+
+        Args:
+            asked: The hash of the request, or "" for a repeated request, whose response is only
+                counted.
+        """
+        with self.lock, open(self.file, "a") as file:
+            asked = asked or f"repeated {len(self.rows)}"
+            row = dict(asked=asked, phase=self.run.name, reply=reply, **usage)
+            if self.answered is None:
+                self.answered = row["messages"] = [*messages]  # a copy, because episodes grow
+            file.write(json.dumps(row) + "\n")
+            self.rows[asked] = row
         return row
 
     def is_cut(self, what: tuple, messages: list[dict], tokens: int) -> bool:
@@ -132,6 +205,15 @@ class Paid:
                         "its context length (ollama: num_ctx); such requests are counted")
         return cut
 
+    def prompt_tokens(self, what: tuple, messages: list[dict]) -> int:
+        """Returns the length of a request in tokens. For the messages of the conversation's last
+        request, this is the number that the endpoint reported. For the others, and without this
+        number, it is an estimate."""
+        count, row = self.last.get(what, (0, {}))
+        counted = row.get("prompt_tokens", 0)
+        new = messages[count if counted else 0:]
+        return counted + sum(-(-len(m["content"].encode()) // BYTES_PER_TOKEN) for m in new)
+
     def notice(self, name: str, message: str) -> None:
         """Counts an event by its name. The message is printed only for the first event."""
         with self.lock:
@@ -139,21 +221,39 @@ class Paid:
             if self.noticed[name] == 1:
                 tqdm.write(message, file=sys.stderr)
 
-    def play(self, episodes: list[Trajectory], make_env: Callable, reply_to: Callable) -> None:
+    def play(self, episodes: list[Trajectory], make_env: Callable, request: Callable,
+             refuse: Callable) -> None:
         """Runs `slots` episodes at a time against the endpoint.
 
         Args:
             episodes: New trajectories. The episodes are recorded in them.
             make_env: Function that creates an environment.
-            reply_to: Function reply_to(trajectory) that returns the next reply of an episode. If it
-                returns None, the episode ends.
+            request: Function request(trajectory) that returns the messages to send for the next
+                reply. If it returns None, the episode ends.
+            refuse: Function refuse(trajectory, error) that is called if the endpoint does not
+                reply. The episode then ends.
         """
+        max_tokens = self.run.settings.max_tokens
+
         def answer(requests: list) -> list:  # in `rollouts.play`, each slot has one episode
             (t, _), = requests
-            reply = reply_to(t)
-            return [None if reply is None else (reply, [])]
+            messages = request(t)
+            if messages is None:
+                return [None]
+            try:
+                return [(self.ask(conversation_of(t), messages)["reply"], [])]
+            except NotAnswered as error:
+                refuse(t, error)
+                return [None]
 
-        max_tokens = self.run.settings.max_tokens
+        def opening(t: Trajectory) -> list[dict] | None:
+            t = replace(t)
+            env = make_env()
+            next(episode(env, Text(), t, max_tokens))
+            env.close()
+            return request(t)
+
+        self.openings = [partial(opening, t) for t in episodes]
         works = []
         with self.run.bar(len(episodes)) as progress:
             for slot in range(self.slots):
@@ -184,6 +284,10 @@ class Paid:
         return usage | {name: n for name, n in events.items() if n}
 
 
+def conversation_of(t: Trajectory) -> tuple:
+    return t.agent, t.iteration, t.task, t.rollout
+
+
 class Text:
     """Replacement for the tokenizer's encoder. An endpoint sends and receives text, so its episodes
     have no token ids and all methods return empty lists of ids."""
@@ -203,48 +307,46 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
     """Plays the episodes with the replies of the endpoint. Returns the episodes, and the total
     usage of all API calls in this phase.
 
-    If the endpoint refuses a request, --refused stop ends the run with an error, and --refused zero
-    ends the episode with reward 0.
+    If the endpoint refuses a conversation at its first request, --refused stop ends the run with an
+    error, and --refused zero ends the episode with reward 0. This also holds for a response without
+    a reply in any turn. If it refuses a later request, the context of the episode is full, because
+    the endpoint has answered the conversation before.
     """
     s = run.settings
-    paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
+    paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens, s.timeout))
     shown = examples(run)
-    refusals = []
+    refused = []
+    refused_later = []
 
-    def next_reply(t: Trajectory) -> str | None:
-        what = t.task, t.rollout
-        if t.turns:
-            _, last = paid.last[what]
-            if last["context_tokens"] >= s.max_tokens:
-                return None
+    def request(t: Trajectory) -> list[dict] | None:
         messages = t.messages
         if shown:  # the first example already contains the environment's rules
             messages = [*shown, without_rules(messages[0], run.env), *messages[1:]]
-        try:
-            return paid.ask(what, messages)["reply"]
-        except ContextFull as error:
-            if t.turns:
-                return None
-            refusal = UsageError(f"{t.task}: its first request never fits: {error}; lower "
-                                 f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, "
-                                 "or use a model with a longer context")
-        except NotAnswered as error:
-            refusal = NotAnswered(f"{t.task}: {error}")
-        if s.refused == "stop":
-            raise type(refusal)(f"{refusal}; to continue and count such tasks as reward 0, add "
-                                "--refused zero")
-        refusals.append(refusal)
-        t.ended = "refused"
-        t.reward = 0.0
-        return None
+        tokens = paid.prompt_tokens(conversation_of(t), messages)
+        return messages if tokens + s.max_new_tokens <= s.max_tokens else None
 
-    paid.play(episodes, partial(run.make_env, examples=s.examples), next_reply)
-    usage = paid.spent()
-    if refusals and not usage["requests"]:
-        raise UsageError(f"the endpoint refuses every request; {refusals[0]}")
-    if refusals:
-        usage["refused"] = sum(t.ended == "refused" for t in episodes)
-    return episodes, usage
+    def refuse(t: Trajectory, error: NotAnswered) -> None:
+        line = f"{t.task}: {error}"
+        if isinstance(error, Refused) and t.turns:
+            refused_later.append(line)
+        elif s.refused == "stop":
+            raise NotAnswered(f"{line}; to continue and count such tasks as reward 0, add "
+                              "--refused zero")
+        else:
+            refused.append(line)
+            t.ended = "refused"
+            t.reward = 0.0
+
+    paid.play(episodes, partial(run.make_env, examples=s.examples), request, refuse)
+    stop_if_all(refused, episodes)
+    counts = dict(refused=len(refused), refused_later=len(refused_later))
+    return episodes, paid.spent() | {name: n for name, n in counts.items() if n}
+
+
+def stop_if_all(refused: list, conversations: list) -> None:
+    """Raises EndpointError with the first refusal if all conversations of a phase are refused."""
+    if refused and len(refused) == len(conversations):
+        raise EndpointError(f"the endpoint replies to no conversation; {refused[0]}")
 
 
 def examples(run: Run) -> list[dict]:
@@ -293,9 +395,12 @@ class Chat(Stated):
     # Number of few-shot examples at the start of each conversation. They are expert trajectories,
     # or with --protocol eto the examples in ETO's prompts [ETO; 0 in the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
-    # Action if the endpoint permanently refuses a request: "stop" ends the run, "zero" ends only
-    # the episode, with reward 0 [ours]
+    # Action if the endpoint does not reply to a task, although it replies to others: "stop" ends
+    # the run, "zero" ends only the episode, with reward 0 [ours]
     refused: Free[Literal["stop", "zero"]] = "stop"
+    # Read timeout of an endpoint, also of the explorer's: the maximum time without any data, in
+    # seconds [ours]
+    timeout: Free[Rate] = 300.0
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         chats = s.method == "chat"
@@ -308,10 +413,11 @@ class Chat(Stated):
 
 
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
-          "max_new_tokens", "slots", "temperature", "rollouts", "track")
+          "max_new_tokens", "slots", "temperature", "rollouts", "hard_threshold", "seed", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"),
+    "evaluate": Method(evaluations, (*PLAYED, "bf16", "tokens_per_forward"),
                        "no training: evaluates a model or an agent's folder"),
-    "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
+    "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused",
+                                 "timeout"),
                    "no training: evaluates a chat endpoint, --model https://host/v1"),
 }

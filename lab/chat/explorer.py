@@ -24,8 +24,8 @@ from common.settings import Stated, limited
 from engine.run import Run
 from environments import is_web_address
 from evolve import Rows, by_one_rank, env_with
-from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
-from lab.chat.evaluate import Paid
+from lab.chat.endpoint import Endpoint, NotAnswered
+from lab.chat.evaluate import Paid, stop_if_all
 
 LONGEST = 6000  # maximum characters of a conversation that is quoted in a prompt [ours]
 # Maximum characters of the first message of such a conversation, and of each later message [ours]
@@ -119,14 +119,17 @@ def explore_there(run: Run, task_set: Rows, signals: Rows, contexts: Rows,
         actions = run.env.task_generator().actions
         form = f" Answer with the action and nothing else: {actions}."
 
-    def next_reply(t: evolve.Explored) -> str | None:
+    def request(t: evolve.Explored) -> list[dict]:
         opening, *rest = t.messages
         context = f", above all:\n{hints[t.task]}" if t.task in hints else ""
         prompt = ACT.format(context=context, form=form, opening=opening["content"])
-        return reply_to(paid, (t.agent, t.iteration, t.task, t.rollout), prompt, rest)
+        return [dict(role="user", content=prompt), *rest]
 
     begun = evolve.begin_exploring(run, signals, 1, i)
-    paid.play(begun, partial(env_with, run, task_set), next_reply)
+    refused = []
+    paid.play(begun, partial(env_with, run, task_set), request,
+              lambda t, error: refused.append(error))
+    stop_if_all(refused, begun)
     kept = [t for t in begun if t.ended != "context_limit"]
     numbers = summarise(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
     return kept, numbers | paid.spent() | dict(refused=len(begun) - len(kept))
@@ -162,32 +165,28 @@ def write_tasks(run: Run, task_set: Rows, explored: list[evolve.Explored],
 
 def endpoint_of(run: Run) -> Paid:
     s = run.settings
-    return Paid(run, Endpoint(s.explorer, s.explorer_model, evolve.EXPLORER_TEMPERATURE, REPLY))
-
-
-def reply_to(paid: Paid, what: tuple, prompt: str, rest: list[dict]) -> str | None:
-    """Returns the endpoint's reply to a conversation, or None if the conversation is refused or too
-    long.
-
-    Args:
-        paid: The endpoint.
-        what: Identifies the conversation.
-        prompt: The first message of the conversation.
-        rest: All later messages.
-    """
-    try:
-        return paid.ask(what, [dict(role="user", content=prompt), *rest])["reply"]
-    except (ContextFull, NotAnswered):
-        return None
+    return Paid(run, Endpoint(s.explorer, s.explorer_model, evolve.EXPLORER_TEMPERATURE, REPLY,
+                              s.timeout))
 
 
 def ask_all(run: Run, prompts: list[str]) -> tuple[list[str | None], dict]:
     """Sends prompts to the endpoint concurrently. Returns the replies in the same order (None if
     refused), and the total usage of all API calls in this phase."""
     paid = endpoint_of(run)
-    works = [partial(reply_to, paid, (run.name, n), prompt, [])
-             for n, prompt in enumerate(prompts)]
-    return paid.side_by_side(works), paid.spent()
+    requests = [[dict(role="user", content=prompt)] for prompt in prompts]
+    refused = []
+
+    def reply_to(n: int) -> str | None:
+        try:
+            return paid.ask((run.name, n), requests[n])["reply"]
+        except NotAnswered as error:
+            refused.append(error)
+            return None
+
+    paid.openings = [partial(requests.__getitem__, n) for n in range(len(requests))]
+    replies = paid.side_by_side([partial(reply_to, n) for n in range(len(requests))])
+    stop_if_all(refused, requests)
+    return replies, paid.spent()
 
 
 # ------------------------------------------------------------------------- prompts and replies
@@ -274,5 +273,6 @@ class Explorer(evolve.Evolution, Stated):
 
 
 METHODS = {name: method._replace(loop=partial(method.loop, find=find_tasks),
-                                 reads=(*method.reads, "explorer", "explorer_model"))
+                                 reads=(*method.reads, "explorer", "explorer_model",
+                                        "timeout"))
            for name, method in evolve.METHODS.items()}  # the second system, with any explorer
