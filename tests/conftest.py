@@ -346,8 +346,19 @@ def small_model(tmp_path_factory):
     return folder
 
 
+def files_of(folder) -> dict[str, bytes]:
+    """Returns all that the phases of a run have made in a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.suffix in (".jsonl", ".safetensors", ".pt") and path.name != "metrics.jsonl"}
+
+
 TOY_SFT = ("--sft-epochs", 1, "--max-tokens", 256, "--max-new-tokens", 6, "--slots", 3)
 TOY = (*TOY_SFT, "--iterations", 1, "--dpo-epochs", 1, "--dpo-lr", 1e-3)
+
+
+def core(*flags):
+    command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
+                 "python coevolve.py")
 
 
 def program(*flags):
@@ -360,8 +371,7 @@ def program(*flags):
         patch.setattr(command, "end", end)
         patch.setattr(command.signal, "signal", lambda *_: None)  # pytest's own stay
         try:
-            command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
-                         "python coevolve.py")
+            core(*flags)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -369,8 +379,7 @@ def program(*flags):
 def in_toy(*flags, env=Toy):
     """Runs the core in the toy as `python coevolve.py` does, in a process of its own."""
     run.make = lambda *_, **__: env()
-    command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
-                 "python coevolve.py")
+    core(*TOY, *flags)
 
 
 def refusal(command, *arguments) -> str:

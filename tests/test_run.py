@@ -21,6 +21,7 @@ from conftest import (
     ROOT,
     Toy,
     ended,
+    files_of,
     fork,
     in_toy,
     kills_until_it_ends,
@@ -35,7 +36,7 @@ import coevolve
 from common import files
 from common.files import read_json, read_jsonl, write_json
 from common.settings import UsageError, parse
-from engine import branch, code, command, models, phases, run, tracking
+from engine import branch, code, command, models, phases, run
 from engine.trajectories import write as write_jsonl
 from environments import environment
 from envs import EnvError
@@ -55,13 +56,8 @@ def made(folder) -> list[str]:
 
 def contents(folder) -> tuple[dict, dict]:
     """Returns the files made by the phases of a run, and their records without the time."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_file() and name not in ("config.json", "phases.json", "metrics.jsonl", "lock"):
-            found[name] = path.read_bytes()
     records = read_json(folder / "phases.json")
-    return found, {name: row | dict(seconds=0, stat=0) for name, row in records.items()}
+    return files_of(folder), {name: row | dict(seconds=0, stat=0) for name, row in records.items()}
 
 
 @pytest.fixture
@@ -197,31 +193,20 @@ def test_what_depends_on_a_change_is_made_again(edited, change, expected, again,
     assert contents(out) == contents(toy[0])
 
 
-def test_a_base_on_the_hub_is_identified_by_its_commit(toy_run, small_model, tmp_path, monkeypatch):
-    """After a new commit, agents are trained again. A process uses one commit. Without a network,
-    the cache suffices."""
+def test_a_base_on_the_hub_is_identified_by_its_commit(small_model, tmp_path, monkeypatch):
+    """A process uses one commit. Without a network, the cache suffices."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     cache = tmp_path / "models--x--y"
     (cache / "refs").mkdir(parents=True)
-
-    def move(commit, shift):
-        base = shutil.copytree(small_model, cache / "snapshots" / (commit * 40))
-        weights = load_file(base / "model.safetensors")
-        weights["model.norm.weight"] += shift
-        save_file(weights, base / "model.safetensors", {"format": "pt"})
+    s = coevolve.Settings(model="x/y", out=str(tmp_path / "run"), max_tokens=99)
+    for commit, expected in ("a", "a"), ("b", "a"), ("c", "c"):
+        shutil.copytree(small_model, cache / "snapshots" / (commit * 40))
         (cache / "refs/main").write_text(commit * 40)
-
-    def start():
-        return made(toy_run("--model", "x/y", *SFT))
-
-    move("a", 0)
-    first = start()
-    assert start() == first
-    move("b", 1)
-    assert start() == first
-    models.commit_of.cache_clear()
-    assert start()[len(first):] == first[1:]  # the tokenizer is the same, so the experts stay
+        if commit == "c":  # as in another process
+            models.commit_of.cache_clear()
+        r = run.Run(s, environment("webshop")())
+        assert r.path_key(r.base) == expected * 40
     models.commit_of.cache_clear()
 
 
@@ -255,12 +240,7 @@ def test_more_iterations_continue_a_run_its_log_and_its_trackers(toy_run, monkey
                       "logps/chosen": "chosen", "logps/rejected": "rejected"}.items():
         assert numbers[f"{prefix}{name}/expert_over_target"] == row[own]
     assert row["reward_chosen"] - row["reward_rejected"] == pytest.approx(row["margin"])
-    # An agent's name may come from a file. Different names stay different, by MLflow's rules.
-    names = "a>b", "a b", "агент", "мышка", "a@b:c+d", "x" * 400
-    valid = [tracking.valid_name(f"iter1/{name}/loss") for name in names]
-    assert len({*valid}) == len(names)
-    for name in [*valid, *numbers]:
-        assert re.fullmatch(r"[/\w.\- :]{1,250}", name, re.ASCII), name
+    assert not any(">" in name for name in numbers)  # which MLflow refuses
 
 
 @pytest.fixture
@@ -391,7 +371,7 @@ def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
     toy_run(*flags)
     assert len(made(out)) == count
     toy_run("--out", tmp_path / "other", "--branch", f"{out}@iter1/target-agent", *own)
-    assert contents(tmp_path / "other")[0] == contents(out)[0]
+    assert files_of(tmp_path / "other") == files_of(out)
 
 
 def test_a_branch_that_was_stopped_while_copying_starts_again(toy_run, toy, monkeypatch):
@@ -407,7 +387,7 @@ def test_a_branch_that_was_stopped_while_copying_starts_again(toy_run, toy, monk
     with pytest.raises(KeyboardInterrupt):
         toy_run(*flags)
     monkeypatch.setattr(branch, "copy", copy)
-    assert contents(toy_run(*flags))[0] == contents(toy[0])[0]
+    assert files_of(toy_run(*flags)) == files_of(toy[0])
 
 
 def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, small_model, tmp_path):
@@ -567,9 +547,7 @@ bash run.sh play webshop --agent 'my runs/a'"""  # 1,000 s are 8 x 50 + 600.4
     assert "bash run.sh page 'my runs/a'" in command.closing_lines(done, "")  # without a page
 
 
-@pytest.mark.parametrize("flags, status", [
-    (("--help", "all"), -signal.SIGPIPE), ((), 128 + signal.SIGPIPE)])
-def test_a_closed_pipe_ends_the_program_silently(flags, status, small_model, tmp_path):
+def test_a_closed_pipe_ends_the_help_silently(tmp_path):
     """As with `| head`, the next output ends the program."""
     read, write = os.pipe()
     os.close(read)
@@ -577,9 +555,9 @@ def test_a_closed_pipe_ends_the_program_silently(flags, status, small_model, tmp
     def without_a_reader():
         sys.stdout = open(write, "w")
         os.dup2(write, 1)
-        in_toy("--model", small_model, "--out", tmp_path / "run", *flags)
+        in_toy("--help", "all")
 
-    assert ended(fork(without_a_reader, tmp_path / "said")) == status
+    assert ended(fork(without_a_reader, tmp_path / "said")) == -signal.SIGPIPE
     assert (tmp_path / "said").read_text() == ""
 
 
@@ -630,19 +608,18 @@ def test_an_invalid_flag_is_refused_with_a_remedy(small_model, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("flags, folder, values", [
-    ("", "webshop-coevolve-s0",  # WebShop's settings with the model tiny
+    ("", "runs/webshop-coevolve-s0",  # WebShop's settings with the model tiny
      "train_tasks=100 iterations=3 view=short lambda_sft=1.0 pair_weights=instruction"),
-    ("--method eto", "webshop-eto-s0", "view=short lambda_sft=0.0 pair_weights=none"),
-    ("--quick --seed 3", "webshop-coevolve-quick-s3", "train_tasks=60 eval_tasks=60 iterations=2"),
-    ("--quick --model x --iterations 2 --out y", "y",
-     "train_tasks=120 eval_tasks=40 iterations=2 dpo_epochs=1")])
+    ("--method eto", "runs/webshop-eto-s0", "view=short lambda_sft=0.0 pair_weights=none"),
+    ("--quick --seed 3", "runs/webshop-coevolve-quick-s3", "train_tasks=60 iterations=2"),
+    ("--quick --model x --iterations 2 --out y", "y", "train_tasks=120 iterations=2 dpo_epochs=1")])
 def test_presets_replace_defaults_and_flags_replace_presets(flags, folder, values):
     """Presets of a model, an environment, a method, and --quick, which has a folder of its own."""
     s, _ = parse(flags.split(), coevolve.Settings, coevolve.METHODS, environment)
     for value in values.split():
         name, expected = value.split("=")
         assert str(getattr(s, name)) == expected
-    assert phases.folder_of(s) == Path(folder) if s.out else Path("runs", folder)
+    assert str(phases.folder_of(s)) == folder
 
 
 def test_help_has_the_settings_of_the_method_with_values_and_sources(capsys):
