@@ -2,7 +2,6 @@
 
 import gc
 import io
-import itertools
 import json
 import os
 import random
@@ -214,41 +213,45 @@ def ended(process, seconds=300):
     return os.waitstatus_to_exitcode(found[1])
 
 
-def kills_until_it_ends(work, folder, said, seed=0, most=30):
+def kills_until_it_ends(work, folder, said, seed=0) -> int:
     """Runs work() in forks, each of which resumes after the one before, until one ends by itself.
 
-    Each fork is killed at its n-th operation on a file in `folder`. The numbers n are random,
-    and grow by a quarter with every kill, so that the loop ends on every machine: no clock is read.
+    A fork is killed at a random operation on a file in `folder`. No two forks are killed at the
+    same kind of operation, so that the loop ends on every machine: no clock is read.
 
     Returns:
         The number of kills.
     """
     rng = random.Random(seed)
-    for kills in range(most):
-        last = rng.randint(1, int(40 * 1.25 ** kills))
-        process = fork(lambda: (kill_at(last, folder), work()), said)
-        status = ended(process)
+    killed = said.with_name("killed")
+    killed.write_text("")
+    while True:
+        numbers = random.Random(rng.random())
+        status = ended(fork(lambda: (kill_in(folder, killed, numbers), work()), said))
         if status != -signal.SIGKILL:
             assert status == 0, said.read_text()[-3000:]
-            return kills
-    pytest.fail(f"the run in {folder} did not end in {most} processes, of which the last one was "
-                f"killed at operation {last} on a file: {said.read_text()[-3000:]}")
+            return len(killed.read_text().splitlines())
 
 
-def kill_at(operation, folder):
-    """Kills this process at the given operation on a file in a folder: before it renames,
-    deletes or creates something, or after it has opened a file and before it writes."""
-    seen = itertools.count(1)
+def kill_in(folder, killed, rng):
+    """Kills this process at an operation on a file in a folder: before it renames, deletes or
+    creates something, or in the middle of writing a file.
 
-    def count(event, arguments):  # an audit hook is called before the operation
+    The file `killed` has a line for each kind of operation at which a process was killed, an event
+    and the suffixes of the file."""
+    before = killed.read_text().splitlines()
+
+    def kill(event, arguments):  # an audit hook is called before the operation
         path = arguments[0] if arguments else None
-        if isinstance(path, (str, Path)) and str(path).startswith(str(folder)):
-            if next(seen) == operation:
-                if event == "open":
-                    os.open(path, arguments[2], 0o666)
+        if isinstance(path, (str, Path)) and Path(path).is_relative_to(folder):
+            kind = f"{event} {''.join(Path(path).suffixes)}"
+            if kind not in before and rng.random() < 0.5:
+                killed.write_text("\n".join([*before, kind]))
+                if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+                    os.write(os.open(path, arguments[2], 0o666), b'{"torn')
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(count)
+    sys.addaudithook(kill)
 
 
 def in_ranks(ranks, work, *arguments):
