@@ -231,6 +231,8 @@ class Phases:
         Records of outputs that this process has neither made nor reused are removed from
         phases.json, because they come from an earlier version of the training loop.
         """
+        with prefix_errors("the end of the loop"):
+            self.check_ranks(None)
         if self.main:
             write_json(self.folder / "phases.json", self.done)
             self.note(finished=True)
@@ -278,7 +280,8 @@ class Phases:
         # 1. Compute the cache key.
         with prefix_errors(label):
             values = plain(parameters)
-            inputs_key = self.key(inputs)
+            inputs_key = key_of(inputs, self.path_key)
+            self.check_ranks([output, phase.__name__, inputs_key, values])
         cache_key = hash_of([phase.__name__, inputs_key, values, self.fingerprint])
 
         # 2. Reuse a saved value with the same cache key. If there is none, run the phase.
@@ -291,7 +294,7 @@ class Phases:
             with prefix_errors(label):
                 value, numbers = with_numbers(value, values)
                 self.save(temporary(path), value, inputs)
-                if self.key(inputs) != inputs_key:
+                if key_of(inputs, self.path_key) != inputs_key:
                     raise ValueError("it changed one of its inputs; let it change a copy")
             seconds = round(time.perf_counter() - started, 1)
             row = dict(function=phase.__name__, cache_key=cache_key, **values, seconds=seconds,
@@ -305,23 +308,24 @@ class Phases:
         self.keys[path] = row["cache_key"]
         return path
 
-    def key(self, inputs: tuple):
-        """Returns the key of a phase's inputs, see `key_of`."""
-        keys = self.machine.gather([key_of(inputs, self.path_key)])
-        if any(key != keys[0] for key in keys):
-            raise ValueError("its inputs differ between the ranks; make the code between phases "
-                             "deterministic")
-        return keys[0]
+    def check_ranks(self, step: list | None) -> None:
+        """Raises ValueError if the ranks are at different steps of the loop.
+
+        Plain Python between two phases runs on every rank, and its results may differ, for example
+        after an unseeded shuffle. All ranks call this method at each step.
+
+        Args:
+            step: What identifies the step: the names, inputs and parameters of a phase, or None at
+                the end of the loop.
+        """
+        if any(other != step for other in self.machine.gather([step])):
+            raise ValueError("the ranks differ in the phase, its inputs or its parameters; make "
+                             "the code between phases deterministic")
 
     def path_key(self, path: Path):
-        """Returns the key of a file or of the folder of a model.
-
-        For a file, it is the hash of its bytes, and for a folder that is not in `keys`, a list with
-        the name and the hash of each of its files, or the path itself if it has no files. One rank
-        reads the files.
-        """
+        """Returns the key of a file or of the folder of a model, see `hashes_of`."""
         if path not in self.keys:
-            self.keys[path] = self.on_main(lambda: hashes_of(path))
+            self.keys[path] = hashes_of(path)
         return self.keys[path]
 
     def reuse(self, output: str, cache_key: str, inputs: tuple) -> dict | None:
@@ -450,7 +454,10 @@ def temporary(path: Path) -> Path:
 
 
 def hashes_of(path: Path):
-    """Returns the hash of a file, or the names and hashes of the files in a model's folder."""
+    """Returns the hash of a file, or a list with the names and hashes of the files in a folder.
+
+    If the folder has no files, returns the path itself.
+    """
     if path.is_file():
         return file_hash(path)
     hashes = [[file.name, file_hash(file)] for file in sorted(path.glob("*.*")) if file.is_file()]

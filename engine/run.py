@@ -22,7 +22,14 @@ from engine.experts import check_not_trained_on
 from engine.forward_passes import average_and_clip, distributed_log_probs, fits_in_round
 from engine.generation import REPLY_BACKENDS, make_generator
 from engine.machine import SMALL, Machine, fits_in_fp32, free_memory, slots_that_fit
-from engine.phases import Phases, Trained, check_folder, folder_of, prefix_errors
+from engine.phases import (
+    Phases,
+    Trained,
+    check_folder,
+    folder_of,
+    hashes_of,
+    prefix_errors,
+)
 from engine.sampling import TokenSampler
 from engine.trajectories import named
 from environments import make
@@ -72,8 +79,10 @@ class Run(Phases):
             if not (folder / "config.json").exists():
                 backends = select_backends(s, self.base, machine, encoder)
         super().__init__(machine, encoder, settings, options, reads, backends)
-        if commit := models.commit_of(str(self.base)):
-            self.keys[self.base] = commit
+        # The initial models may be large, so that only one rank hashes them.
+        for model in given_models(s, self.base).values():
+            key = models.commit_of(str(model)) or self.on_main(partial(hashes_of, model))
+            self.keys[model] = key
         self.backends = self.config["backends"]
         if self.backends != ALL_BACKENDS:
             self.print(f"{self.base}: {self.backends}")

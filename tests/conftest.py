@@ -2,10 +2,10 @@
 
 import gc
 import io
-import itertools
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import sys
@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
 import coevolve  # noqa: E402
+from common.settings import UsageError  # noqa: E402
 from engine import command, run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
@@ -185,16 +186,18 @@ def no_process_group():
         torch.distributed.destroy_process_group()
 
 
-def fork_ranks(ranks, work, said):
-    """Forks ranks that run work() together, with the environment variables of torchrun."""
+def end_of_ranks(ranks, work, said) -> list[int]:
+    """Runs work() on some ranks (gloo), with the environment variables of torchrun. Returns their
+    exit statuses. Their output goes to the file `said`."""
     if ranks == 1:
-        return [fork(work, said)]
+        return [ended(fork(work, said))]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    return [fork(work, said, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
-                 LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-            for rank in range(ranks)]
+    started = [fork(work, said, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                    LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+               for rank in range(ranks)]
+    return [*map(ended, started)]
 
 
 def ended(process, seconds=300):
@@ -210,41 +213,45 @@ def ended(process, seconds=300):
     return os.waitstatus_to_exitcode(found[1])
 
 
-def kills_until_it_ends(work, folder, said, seed=0, most=30):
+def kills_until_it_ends(work, folder, said, seed=0) -> int:
     """Runs work() in forks, each of which resumes after the one before, until one ends by itself.
 
-    Each fork is killed at its n-th operation on a file in `folder`. The numbers n are random,
-    and grow by a quarter with every kill, so that the loop ends on every machine: no clock is read.
+    A fork is killed at a random operation on a file in `folder`. No two forks are killed at the
+    same kind of operation, so that the loop ends on every machine: no clock is read.
 
     Returns:
         The number of kills.
     """
     rng = random.Random(seed)
-    for kills in range(most):
-        last = rng.randint(1, int(40 * 1.25 ** kills))
-        process = fork(lambda: (kill_at(last, folder), work()), said)
-        status = ended(process)
+    killed = said.with_name("killed")
+    killed.write_text("")
+    while True:
+        numbers = random.Random(rng.random())
+        status = ended(fork(lambda: (kill_in(folder, killed, numbers), work()), said))
         if status != -signal.SIGKILL:
             assert status == 0, said.read_text()[-3000:]
-            return kills
-    pytest.fail(f"the run in {folder} did not end in {most} processes, of which the last one was "
-                f"killed at operation {last} on a file: {said.read_text()[-3000:]}")
+            return len(killed.read_text().splitlines())
 
 
-def kill_at(operation, folder):
-    """Kills this process at the given operation on a file in a folder: before it renames,
-    deletes or creates something, or after it has opened a file and before it writes."""
-    seen = itertools.count(1)
+def kill_in(folder, killed, rng):
+    """Kills this process at an operation on a file in a folder: before it renames, deletes or
+    creates something, or in the middle of writing a file.
 
-    def count(event, arguments):  # an audit hook is called before the operation
+    The file `killed` has a line for each kind of operation at which a process was killed, an event
+    and the suffixes of the file."""
+    before = killed.read_text().splitlines()
+
+    def kill(event, arguments):  # an audit hook is called before the operation
         path = arguments[0] if arguments else None
-        if isinstance(path, (str, Path)) and str(path).startswith(str(folder)):
-            if next(seen) == operation:
-                if event == "open":
-                    os.open(path, arguments[2], 0o666)
+        if isinstance(path, (str, Path)) and Path(path).is_relative_to(folder):
+            kind = f"{event} {''.join(Path(path).suffixes)}"
+            if kind not in before and rng.random() < 0.5:
+                killed.write_text("\n".join([*before, kind]))
+                if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+                    os.write(os.open(path, arguments[2], 0o666), b'{"torn')
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(count)
+    sys.addaudithook(kill)
 
 
 def in_ranks(ranks, work, *arguments):
@@ -260,9 +267,8 @@ def in_ranks(ranks, work, *arguments):
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        started = fork_ranks(ranks, begin, folder / "said")
-        codes = [ended(process) for process in started]
-        assert codes == [0] * ranks, (folder / "said").read_text()[-3000:]
+        statuses = end_of_ranks(ranks, begin, folder / "said")
+        assert statuses == [0] * ranks, (folder / "said").read_text()[-3000:]
         return json.loads((folder / "result.json").read_text())
 
 
@@ -343,8 +349,19 @@ def small_model(tmp_path_factory):
     return folder
 
 
+def files_of(folder) -> dict[str, bytes]:
+    """Returns all that the phases of a run have made in a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.suffix in (".jsonl", ".safetensors", ".pt") and path.name != "metrics.jsonl"}
+
+
 TOY_SFT = ("--sft-epochs", 1, "--max-tokens", 256, "--max-new-tokens", 6, "--slots", 3)
 TOY = (*TOY_SFT, "--iterations", 1, "--dpo-epochs", 1, "--dpo-lr", 1e-3)
+
+
+def core(*flags):
+    command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
+                 "python coevolve.py")
 
 
 def program(*flags):
@@ -357,8 +374,7 @@ def program(*flags):
         patch.setattr(command, "end", end)
         patch.setattr(command.signal, "signal", lambda *_: None)  # pytest's own stay
         try:
-            command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
-                         "python coevolve.py")
+            core(*flags)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -366,8 +382,24 @@ def program(*flags):
 def in_toy(*flags, env=Toy):
     """Runs the core in the toy as `python coevolve.py` does, in a process of its own."""
     run.make = lambda *_, **__: env()
-    command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
-                 "python coevolve.py")
+    core(*TOY, *flags)
+
+
+def refusal(command, *arguments) -> str:
+    """Returns the error of command(*arguments)."""
+    try:
+        command(*arguments)
+    except (SystemExit, UsageError) as error:
+        return str(error)
+    pytest.fail(f"{arguments} is not refused")
+
+
+def refused(command, rows):
+    """Checks for each (arguments, line) that the error of command(*arguments) is one line that has
+    this text. The arguments are written as in a shell."""
+    for arguments, line in rows:
+        said = refusal(command, *shlex.split(arguments))
+        assert line in said and "\n" not in said, (arguments, said)
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import importlib.util
 import re
 import shlex
-from types import SimpleNamespace
+from contextlib import suppress
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import ROOT
@@ -17,7 +18,6 @@ from lab import learn
 from lab import settings as lab
 from lab.page import page
 from lab.study import compare, study
-from lab.study.methods import method_of
 
 DOCS = [path for path in ROOT.rglob("*.md") if not {".venv", "runs", "site-packages"} & {*path.parts}]
 COMMAND = re.compile(r"(?:^|[ `])(?:bash run\.sh \w|python (?:-m (?:lab|environments)\b|\w+\.py))|(?:torchrun|accelerate launch) .*\.py ")
@@ -38,50 +38,44 @@ def commands() -> list[str]:
     return found
 
 
-def read(words: list[str], kind=lab.Settings, methods=lab.METHODS):
-    if words == ["--help", "all"]:
-        return
-    settings.parse(words, kind, methods, environment)
+def read(words: list[str], program=lab, options=environment):
+    with suppress(SystemExit):  # --help
+        settings.parse(words, program.Settings, program.METHODS, options)
 
 
-def read_run_sh(command: str, words: list[str], monkeypatch):
+def run_sh(command: str, words: list[str]):
     """Calls the parser of the program that run.sh starts for a command."""
-    env = "webshop" if command == "ENV" else command
-    if env in ENVIRONMENTS:
-        read(["--env", env, *words])
+    commands = re.search(r'^commands="(.*)\$environments"', (ROOT / "run.sh").read_text(), re.M)
+    assert command in [*commands[1].split(), *ENVIRONMENTS, "ENV"]
+    if command in ("ENV", *ENVIRONMENTS):
+        read(["--env", command.replace("ENV", "webshop"), *words])
     elif command == "learn":
-        settings.parse(["--file", *words], learn.Settings, learn.METHODS, lambda env: learn.Options)
-    elif command == "study":
-        def read_arms(env, arms, seeds, folder, more, jobs):
-            for arm in arms:
-                read(["--env", env, "--method", method_of(arm), *study.read_by(arm, arms, more)])
-
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a study sets
-        monkeypatch.setattr(study, "make_runs", read_arms)
-        monkeypatch.setattr(study, "finished", lambda folder: [folder])
-        study.main([word.replace("ENV", "webshop") for word in words])
+        read(["--file", *words], learn, lambda env: learn.Options)
     elif command == "play":
         assert words[0] in ("ENV", *ENVIRONMENTS, "echo") and words[1:] in ([], ["--agent", "RUN"])
     elif command == "test":
         assert all((ROOT / word).exists() for word in words)
     else:
-        dict(compare=compare, page=page)[command].main(words)
+        program = dict(compare=compare, page=page, study=study)[command]
+        program.main([word.replace("ENV", "webshop") for word in words])
+
+
+# What the programs do once they have parsed their words, and the check of paths, which are placeholders
+EFFECTS = ("lab.study.compare.write_report lab.study.compare.named lab.study.study.ThreadPoolExecutor "
+           "lab.study.study.finished lab.study.study.write_report lab.page.page.make_page "
+           "environments.intercodesql.spider.load_intercode common.settings.Path").split()
 
 
 @pytest.mark.parametrize("line", [*dict.fromkeys(commands())])
-def test_a_command_of_the_docs_is_valid(line, monkeypatch):
-    for module in compare, study:
-        monkeypatch.setattr(module, "write_report", lambda *_: "")
-    monkeypatch.setattr(compare, "named", list)
-    monkeypatch.setattr(page, "make_page", lambda *_: "")
-    monkeypatch.setattr(spider, "load_intercode", lambda *_: [])
-    monkeypatch.setattr(settings, "Path", lambda name: SimpleNamespace(exists=lambda: True))  # of placeholders
+def test_a_command_of_the_docs_is_valid(line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a study sets
+    for name in EFFECTS:
+        monkeypatch.setattr(name, MagicMock())
     words = shlex.split(re.sub(r"[][]|\.\.\.", "", line), comments=True)
     if "run.sh" in words:
         command, *words = words[words.index("run.sh") + 1:]
-        named = re.search(r'^commands="(.*)\$environments"', (ROOT / "run.sh").read_text(), re.M)
-        assert command in [*named[1].split(), *ENVIRONMENTS, "ENV"]
-        read_run_sh(command, words, monkeypatch)
+        run_sh(command, words)
     elif words[0] == "source":
         assert words[1] == ".venv/bin/activate"
     elif "-m" in words:
@@ -92,9 +86,8 @@ def test_a_command_of_the_docs_is_valid(line, monkeypatch):
             spider.main(words)
     else:
         [n] = [n for n, word in enumerate(words) if word in ("coevolve.py", "evolve.py")]
-        program = dict(coevolve=coevolve, evolve=evolve)[words[n].removesuffix(".py")]
         if "echo" not in words:  # the environment that docs/environments.md adds
-            read(words[n + 1:], program.Settings, program.METHODS)
+            read(words[n + 1:], dict(coevolve=coevolve, evolve=evolve)[words[n].removesuffix(".py")])
 
 
 def test_commands_are_found():

@@ -4,15 +4,16 @@ import os
 import random
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ended, fork_ranks, kills_until_it_ends
+from conftest import end_of_ranks, files_of, kills_until_it_ends, refusal, refused
 
 import evolve
 from common.files import read_json, read_jsonl
-from common.settings import UsageError, parse
+from common.settings import parse
 from dpo import Trajectory
 from engine import run as engine_run
 from engine.trajectories import read
@@ -24,34 +25,34 @@ from grpo import advantages_of
 
 
 def segment(task, y, step=1):
-    """Makes the trajectories of a task in one step. Their messages are the step and the index."""
+    """Makes the trajectories of a task in one step, one for each digit of `y`, which is its reward.
+    Their messages are the step and the index."""
     return [Trajectory(task, "target", step, n, reward=float(won), messages=[step, n])
             for n, won in enumerate(y)]
 
 
 @pytest.mark.parametrize("won, window, found", [
-    ("40", 5, 1), ("21", 5, 1), ("42", 5, None),               # 2 of 4 count as solved
-    ("00", 5, None), ("0", 5, None), ("4", 5, None),           # never solved; one group
-    ("4000", 3, 3), ("4000", 2, None), ("4040", 5, 1)])        # outside the window; the last one
+    ("40", 5, 1), ("21", 5, 1), ("42", 5, 0),               # 2 of 4 count as solved
+    ("00", 5, 0), ("0", 5, 0), ("4", 5, 0),                 # never solved; one group
+    ("4000", 3, 3), ("4000", 2, 0), ("4040", 5, 1)])        # outside the window; the last one
 def test_forgetting(won, window, found):
     """`won` has the number of successes in each group of four episodes. The last group is in this
     segment, and those before it are in the previous one. Task b is not played in this segment. The
     success in the evidence is from the group that was solved, and the failure is from the last."""
-    *before, now = [segment("a", [n < int(count) for n in range(4)], step)
+    *before, now = [segment("a", ("1" * int(count)).ljust(4, "0"), step)
                     for step, count in enumerate(won)]
-    earlier = [*sum(before, []), *segment("b", [1], 90), *segment("b", [0], 91)]
+    earlier = [*sum(before, []), *segment("b", "1", 90), *segment("b", "0", 91)]
     rows = list(evolve.forgetting(evolve.collect_history([earlier, now], window), None))
-    assert [(row["task"], row["visits_ago"]) for row in rows] == ([("a", found)] if found else [])
+    assert [(row["task"], row["visits_ago"]) for row in rows] == [("a", found)] * bool(found)
     for row in rows:
         last = len(won) - 1
         assert (row["success_then"], row["failure"][0]) == ([last - found, 0], last)
 
 
-@pytest.mark.parametrize("y, found", [("000", None), ("100", 1), ("110", 2), ("111", None)])
+@pytest.mark.parametrize("y, found", [("000", []), ("100", [1]), ("110", [2]), ("111", [])])
 def test_boundary(y, found):
-    rows = list(evolve.boundary(evolve.collect_history([segment("a", map(int, y))], 5), None))
-    assert rows == ([] if found is None else [dict(
-        task="a", successes=found, failure=[1, found], success=[1, 0])])
+    rows = evolve.boundary(evolve.collect_history([segment("a", y)], 5), None)
+    assert list(rows) == [dict(task="a", successes=n, failure=[1, n], success=[1, 0]) for n in found]
 
 
 @pytest.mark.parametrize("below, least, expected", [
@@ -61,14 +62,14 @@ def test_rare(below, least, expected, monkeypatch):
     """Of 100 episodes 2 hold p, 3 q and 95 r. The evidence is of those that hold it, and the task
     is that of the worst of them."""
     held = [{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95
-    episodes = segment("won", [1]) + segment("lost", [0]) + segment("t", [1] * 98)
+    episodes = segment("won", "1") + segment("lost", "0") + segment("t", "1" * 98)
     monkeypatch.setattr(evolve, "RARE_BELOW", below)
     s = evolve.Settings(rare_min=least)
     rows = {row["pattern"]: row for row in evolve.rare(evolve.History({}, episodes, held), s)}
     assert {pattern: row["episodes"] for pattern, row in rows.items()} == expected
     if "p" in rows:
-        assert (rows["p"]["task"], rows["p"]["failure"], rows["p"]["success"]) == (
-            "lost", [1, 0], [1, 0])
+        assert rows["p"]["task"] == "lost"
+        assert rows["p"]["failure"] == rows["p"]["success"] == [1, 0]
 
 
 def test_signals_pick_in_turn_and_a_task_once():
@@ -79,42 +80,32 @@ def test_signals_pick_in_turn_and_a_task_once():
     assert [row["task"] for row in evolve.pick(kinds, 2)] == ["a1", "b1", "c2", "a3", "c3"]
 
 
-def task_set(tasks):
-    return [dict(task=task) for task in tasks]
-
-
 def test_an_epoch_has_every_task_and_no_step_has_one_twice():
-    """Four tasks a step; D has six at first, and eight from step 2 on."""
+    """Four tasks a step; D has six at first, and eight from step 2 on. A small D is played whole."""
     run = SimpleNamespace(settings=evolve.Settings(step_tasks=4, evolve_every=1))
-    planned, before = [], []
+
+    def planned(tasks, before, i, steps=1):
+        return evolve.plan(run, [dict(task=task) for task in tasks], before, i=i, steps=steps)[0]
+
+    in_order, rows = "", []
     for i in range(1, 42):
-        before, _ = evolve.plan(run, task_set("abcdefgh"[:6 if i == 1 else 8]), before, i=i, steps=1)
-        planned.append(before[0]["tasks"])
-    assert all(len({*tasks}) == len(tasks) == 4 for tasks in planned)
-    in_order = sum(planned, [])
+        rows = planned("abcdefgh"[:6 if i == 1 else 8], rows, i)
+        [row] = rows
+        assert len({*row["tasks"]}) == len(row["tasks"]) == 4
+        in_order += "".join(row["tasks"])
     assert sorted(in_order[:6]) == [*"abcdef"]  # the epoch that had started ends
     for first in range(6, len(in_order) - 7, 8):
         assert sorted(in_order[first:first + 8]) == [*"abcdefgh"]
-
-
-def test_a_small_set_is_played_whole():
-    run = SimpleNamespace(settings=evolve.Settings(step_tasks=4, evolve_every=9))
-    rows, _ = evolve.plan(run, task_set("abc"), [], i=3, steps=2)
-    assert [(row["step"], sorted(row["tasks"])) for row in rows] == [(19, [*"abc"]), (20, [*"abc"])]
+    small = planned("abc", [], 19, 2)
+    assert [(row["step"], sorted(row["tasks"])) for row in small] == [(19, [*"abc"]), (20, [*"abc"])]
 
 
 # ------------------------------------------------------------------ new tasks of the built-in environments
 
 
-@pytest.fixture(scope="module")
-def databases():
-    env = make("intercodesql", "short")
-    return env, env.task_generator()
-
-
-@pytest.fixture(scope="module")
-def shop():
-    env = make("webshop", "short")
+@cache
+def generated(name):
+    env = make(name, "short")
     return env, env.task_generator()
 
 
@@ -123,8 +114,46 @@ def replies_of(env, task):
     return [m["content"] for m in messages if m["role"] == "assistant"]
 
 
-def test_gold_queries_invert_to_questions_with_the_same_rows(databases):
-    env, generator = databases
+@pytest.mark.parametrize("name, says, change", [
+    ("webshop", "earns 0.00", lambda solution: solution[:-1]),
+    ("webshop", "not executed", lambda solution: ["click[buy now]", *solution]),
+    ("webshop", "longer", lambda solution: ["nonsense"] * 11 + solution),
+    ("intercodesql", "does not end", lambda solution: solution[:-1]),
+    ("intercodesql", "earns", lambda solution: ["SHOW TABLES", "submit"]),
+    ("intercodesql", "fails", lambda solution: ["SELECT nothing", *solution]),
+    ("intercodesql", "longer", lambda solution: ["SHOW TABLES"] * 9 + solution)])
+def test_a_solution_that_does_not_prove_its_task_is_refused(name, says, change):
+    env, generator = generated(name)
+    task = env.tasks("train")[0]
+    [found] = generator.finds(task, replies_of(env, task), random.Random(3))
+    assert generator.verify(found) is None
+    assert says in generator.verify({**found, "solution": change(found["solution"])})
+
+
+@pytest.mark.parametrize("name, idle", [
+    ("webshop", ["click[buy now]", "nonsense", "search[desk"]),
+    ("intercodesql", ["SELECT nonsense", "SHOW TABLES", "submit"])])
+def test_what_changed_nothing_is_neither_a_pattern_nor_part_of_a_solution(name, idle):
+    env, generator = generated(name)
+    task = env.tasks("train")[0]
+    replies = replies_of(env, task)
+    assert generator.patterns(task, idle) == set() != generator.patterns(task, replies)
+    found, again = (generator.finds(task, tried, random.Random(3)) for tried in (
+        replies, idle[:2] + replies))
+    assert found == again
+
+
+@pytest.mark.parametrize("name", ["webshop", "intercodesql"])
+def test_tasks_of_splits_are_refused(name):
+    env, generator = generated(name)
+    for split in env.splits:
+        expected = "a goal of a split" if name == "webshop" else (
+            "a question of a split" if split == "train" else "a database of no training task")
+        assert {generator.refusal(env.find(task)) for task in env.tasks(split)[:20]} == {expected}
+
+
+def test_gold_queries_invert_to_questions_with_the_same_rows():
+    env, generator = generated("intercodesql")
     rng = random.Random(0)
     same = 0
     for task in env.tasks("train")[::8]:
@@ -137,42 +166,21 @@ def test_gold_queries_invert_to_questions_with_the_same_rows(databases):
             assert again == gold
             same += text == question["query"]
     assert same > 25  # of 150: a column may be called as stored or by a synonym
-
-
-def test_a_query_that_no_question_describes_has_no_family(databases):
-    _, generator = databases
+    assert generator.question("farm_1", "SELECT AVG(age) FROM farmers", rng)
     for sql in ("SELECT site FROM farms JOIN farmers USING (farm_id) WHERE grade = 'x'",
                 "SELECT AVG(name) FROM farmers", "SELECT name FROM farmers WHERE grade > 20"):
-        assert generator.question("farm_1", sql, random.Random(0)) is None
-    assert generator.question("farm_1", "SELECT AVG(age) FROM farmers", random.Random(0))
+        assert generator.question("farm_1", sql, rng) is None  # of no family
 
 
-def test_solutions_that_do_not_prove_a_question_are_refused(databases):
-    env, generator = databases
-    question = env.find(env.tasks("train")[0])
-    whole = generator.proposal(question["query"], question["gold"], question["db"])
-    solution = whole["solution"]
-    assert generator.verify(whole) is None
-    for says, wrong in (("does not end", solution[:-1]), ("earns", ["SHOW TABLES", "submit"]),
-                        ("fails", ["SELECT nothing", *solution]),
-                        ("longer", ["SHOW TABLES"] * 9 + solution)):
-        assert says in generator.verify({**whole, "solution": wrong})
-
-
-def test_questions_of_a_split_or_without_an_answer_are_refused(databases):
-    env, generator = databases
-    for split in ("validation", "test", "unseen"):
-        for task in env.tasks(split)[:20]:
-            assert generator.refusal(env.find(task)) == "a database of no training task"
-    train = env.find(env.tasks("train")[0])
+def test_questions_of_a_split_or_without_an_answer_are_refused():
+    env, generator = generated("intercodesql")
+    train, evaluated = env.find(env.tasks("train")[0]), env.find(env.tasks("test")[0])
     gold, new = train["gold"], dict(train, query="x", gold="SELECT MAX(rooms) FROM farms")
     assert generator.refusal(new) is None
-    evaluated = [env.find(env.tasks(split)[0])["query"] for split in ("validation", "test")]
     for says, field, texts in (
             ("a question of a split", "gold", (gold, gold.lower(), f"{gold}/* x */",
                                                gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
-            ("a question of a split", "query", (train["query"].upper() + " ",
-                                                *[f"{text}?" for text in evaluated])),
+            ("a question of a split", "query", (train["query"].upper() + " ", f"{evaluated['query']}?")),
             ("a held-out noun", "query", ["how many clocks"]),
             ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
             ("cannot be run", "gold", (
@@ -186,42 +194,36 @@ def test_questions_of_a_split_or_without_an_answer_are_refused(databases):
             assert says in generator.refusal({**new, field: text}), text
 
 
-def test_a_purchase_becomes_a_goal_that_its_actions_solve(shop):
-    env, generator = shop
+def test_a_purchase_becomes_a_goal_that_its_actions_solve():
+    env, generator = generated("webshop")
     rng = random.Random(0)
     reasons = Counter()
     for task in env.tasks("train")[:80]:
         for found in generator.finds(task, replies_of(env, task), rng):
             reason = generator.refusal(found["task"])
             reasons[reason] += 1
-            assert reason or generator.verify(found) is None
             assert found["text"] == found["task"]["instruction"]
+            if reason is None:
+                assert generator.verify(found) is None
+                new = found["task"]
     assert reasons[None] > 25 and reasons["a goal of a split"] > 10
 
-
-def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
-    env, generator = shop
-    [new] = [found["task"] for found in generator.finds(
-        env.tasks("train")[1], replies_of(env, env.tasks("train")[1]), random.Random(3))]
-    assert generator.refusal(new) is None
-    for split in ("train", "validation", "test", "unseen"):
-        for task in env.tasks(split)[:20]:
-            goal = env.find(task)
+    # Goals of a split are refused in other words, too, and evaluated ones with any price limit.
+    for split in env.splits:
+        for goal in map(env.find, env.tasks(split)[:20]):
             other = {**goal, "instruction": "in other words", "price_upper": goal["price_upper"] + 7}
-            planted = [goal, {**new, "instruction": f" {goal['instruction'].upper()}"}]
-            if split != "train":  # nor with another price limit
-                planted.append(other)
-            assert {generator.refusal(same) for same in planted} == {"a goal of a split"}
+            planted = {**new, "instruction": f" {goal['instruction'].upper()}"}
+            for same in [planted, other][:1 + (split != "train")]:
+                assert generator.refusal(same) == "a goal of a split"
             assert generator.refusal({**other, "goal_options": ["mauve"]}) == "no product meets it"
-    for task in env.tasks("unseen"):
-        goal = env.find(task)
+    for goal in map(env.find, env.tasks("unseen")):
         one = {**goal, "attributes": goal["attributes"][:1], "price_upper": goal["price_upper"] + 1}
         assert generator.refusal(one) in ("a goal of a split", "a held-out product meets it")
 
 
-def test_an_explorers_goal_is_what_its_words_say(shop):
-    env, generator = shop
-    told = Counter()
+def test_an_explorers_goal_is_what_its_words_say():
+    env, generator = generated("webshop")
+    reasons = Counter()
     for task in env.tasks("train")[:40]:
         goal, actions = env.find(task), replies_of(env, task)
         [first, *_] = goal["attributes"]
@@ -232,10 +234,10 @@ def test_an_explorers_goal_is_what_its_words_say(shop):
 
         words = f"I want {kind}, {first.upper()}, in {options}, lower than $"
         found = written(f"{words}997")
-        asked = found["task"]
-        assert (asked["query"], asked["attributes"], asked["price_upper"]) == (kind, [first], 997.0)
-        assert set(asked["goal_options"]) == set(goal["goal_options"])
-        told[generator.refusal(asked) or generator.verify(found)] += 1
+        new = found["task"]
+        assert (new["query"], new["attributes"], new["price_upper"]) == (kind, [first], 997.0)
+        assert {*new["goal_options"]} == {*goal["goal_options"]}
+        reasons[generator.refusal(new) or generator.verify(found)] += 1
         wrong = next(a for a in sorted(generator.attributes) if not any(
             a in p["Attributes"] for p in env.data.products if p["query"] == kind))
         colour = next(c for c in ("pink", "navy") if c not in goal["goal_options"])
@@ -244,31 +246,7 @@ def test_an_explorers_goal_is_what_its_words_say(shop):
                      f"{wrong} {words}997", f"{colour} {words}997"):  # not of what was bought
             assert written(text) is None, text
         assert generator.refusal(written(f"{first} {kind} below 997 dollars")["task"])  # no colour
-    assert told[None] > 3, told
-
-
-def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
-    env, generator = shop
-    task = env.tasks("train")[0]
-    solution = replies_of(env, task)
-    [found] = generator.finds(task, solution, random.Random(3))
-    assert generator.verify(found) is None
-    idle = ["click[buy now]", *solution]
-    other = {**found["task"], "goal_options": ["mauve"]}
-    for says, wrong in (("earns 0.00", dict(solution=solution[:-1])), ("earns", dict(task=other)),
-                        ("not executed", dict(solution=idle)),
-                        ("longer", dict(solution=["nonsense"] * 11 + solution))):
-        assert says in generator.verify({**found, **wrong})
-    # What did nothing is no part of a solution.
-    assert generator.finds(task, idle, random.Random(3)) == [found]
-
-
-def test_patterns_count_what_was_carried_out_alone(shop, databases):
-    for (env, generator), idle in ((shop, ["click[buy now]", "nonsense", "search[desk"]),
-                                   (databases, ["SELECT nonsense", "SHOW TABLES", "submit"])):
-        task = env.tasks("train")[0]
-        assert generator.patterns(task, idle) == set()
-        assert generator.patterns(task, replies_of(env, task))
+    assert reasons[None] > 3, reasons
 
 
 # ------------------------------------------------------------------------- an environment of one letter
@@ -316,26 +294,24 @@ class Smith:
         return "odd" if proposal["task"]["number"] % 2 else None
 
 
-@pytest.mark.parametrize("verify, third", [(True, "odd"), (False, None)])
-def test_finds_are_judged_in_their_order(verify, third, monkeypatch):
+@pytest.mark.parametrize("verify", [True, False])
+def test_finds_are_judged_in_their_order(verify, monkeypatch):
     """By hand, of tasks of which 16 is in D, and three may join."""
-    def find(number, text=None, solution="c"):
-        task = None if number is None else dict(number=number)
-        return dict(signal="rare", source="a", text=text or f"{number} {number} is it",
-                    task=task, solution=[solution])
-
-    finds = [find(12), find(12, "as before"), find(13, "an odd one"), find(14), find(16), find(None),
-             find(18, "w" * 1001), find(18, "w" * 1000), find(20, "So: Search Red-Mugs!", "search[red mugs]"),
-             find(22, "is IT 12 so"), find(24, "is it 12 or more"), find(26), find(28, "w" * 1001)]
-    reasons = [None, "known already", third, "a number of a split", "known already",
-               "not of the form that was asked for", "its text is empty or too long", None,
-               "its text tells the solution", "a text that is there already",  # 3 of 4 words
-               None if verify else "enough were added",  # 3 of 5
-               "enough were added", "its text is empty or too long"]
-    env = Letters()
+    table = [
+        (12, "12 12 is it", None), (12, "as before", "known already"),
+        (13, "an odd one", "odd" if verify else None), (14, "14", "a number of a split"),
+        (16, "16", "known already"), (None, "x", "not of the form that was asked for"),
+        (18, "w" * 1001, "its text is empty or too long"), (18, "w" * 1000, None),
+        (20, "So: Search Red-Mugs!", "its text tells the solution"),
+        (22, "is IT 12 so", "a text that is there already"),                  # 3 of 4 words
+        (24, "is it 12 or more", None if verify else "enough were added"),  # 3 of 5
+        (26, "26", "enough were added"), (28, " ", "its text is empty or too long")]
+    finds = [dict(signal="rare", source="a", text=text, solution=["search[red mugs]"],
+                  task=number and dict(number=number)) for number, text, _ in table]
+    reasons = [reason for *_, reason in table]
     monkeypatch.setattr(evolve, "MOST_NEW_TASKS", 3)
     s = evolve.Settings(near_text=0.75, verify=verify)
-    run = SimpleNamespace(settings=s, on_main=lambda function: function(), make_env=lambda: env)
+    run = SimpleNamespace(settings=s, on_main=lambda function: function(), make_env=Letters)
     d = [dict(task="letters-added-0", definition=dict(number=16))]
     rows, numbers = evolve.judge(run, finds, d, i=1)
     assert [row["reason"] for row in rows] == reasons
@@ -371,39 +347,31 @@ def rows(r, name):
     return read_jsonl(r.folder / name)
 
 
-def files_of(folder):
-    """All that a run has made, without its log, in which seconds are."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
-            if p.suffix in (".jsonl", ".safetensors", ".pt") and p.name != "metrics.jsonl"}
-
-
 def test_the_task_set_grows_from_signals(run):
     r = run(RARE_BELOW=60.0)
-    d = [rows(r, f"iter{i}/tasks.jsonl") for i in range(3)]
-    assert 0 < len(d[0]) <= 5 and len(d[2]) > len(d[0])
-    assert d[2][:len(d[1])] == d[1] and d[1][:len(d[0])] == d[0]  # each is written whole
-    numbers = [row["definition"]["number"] for row in d[2]]
-    assert len(set(numbers)) == len(numbers)
-    assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the generator refused
-    for i in (1, 2):
+    first, second, third = (rows(r, f"iter{i}/tasks.jsonl") for i in range(3))
+    assert 0 < len(first) <= 5 and len(third) > len(first)
+    assert third[:len(second)] == second and second[:len(first)] == first  # each is written whole
+    numbers = [row["definition"]["number"] for row in third]
+    assert len({*numbers}) == len(numbers)
+    assert not any(n % 2 == 1 or n % 7 == 0 for n in numbers)  # what the generator refused
+    for i, d in (1, first), (2, second):
         # Its steps are on D as it was; then every pick was explored twice.
         log = rows(r, f"iter{i}/target-agent/train.jsonl")
-        assert [(row["step"], row["D"]) for row in log] == [
-            (step, len(d[i - 1])) for step in (2 * i - 1, 2 * i)]
+        assert [(row["step"], row["D"]) for row in log] == [(2 * i - 1, len(d)), (2 * i, len(d))]
         episodes = read(r.folder / f"iter{i}/target-agent/episodes.jsonl")
         signals = rows(r, f"iter{i}/signals.jsonl")
         assert {row["task"] for row in signals} <= {t.task for t in episodes}
-        picked = [(row["task"], row["signal"]) for row in signals if row["picked"]]
-        explored = [(row["task"], row["signal"]) for row in rows(r, f"iter{i}/explored.jsonl")]
-        assert Counter(explored) == Counter(2 * picked)
-        assert len({signal for _, signal in picked}) > 1
+        picked = Counter((row["task"], row["signal"]) for row in signals if row["picked"])
+        explored = Counter((row["task"], row["signal"]) for row in rows(r, f"iter{i}/explored.jsonl"))
+        assert explored == picked + picked and len({signal for _, signal in picked}) > 1
     # Random exploration follows no signal, with as many episodes of the explorer.
     other = run(out="random", RARE_BELOW=60.0, guide="random", grpo_steps=3)
-    assert {row["signal"] for row in rows(other, "iter1/explored.jsonl")} == {"random"}
-    assert len(rows(other, "iter1/explored.jsonl")) == len(rows(r, "iter1/explored.jsonl"))
+    explored = [rows(folder, "iter1/explored.jsonl") for folder in (r, other)]
+    assert {row["signal"] for row in explored[1]} == {"random"} and len({*map(len, explored)}) == 1
     # D is of tasks in an order, by which they have their ids.
-    with pytest.raises(UsageError, match="letters-added-1 would get the id letters-added-0; restore"):
-        evolve.env_with(r, d[2][1:])
+    assert "task letters-added-1 would get the id letters-added-0; restore" in refusal(
+        evolve.env_with, r, third[1:])
 
 
 def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
@@ -431,28 +399,28 @@ class Fixed(Letters):
     task_generator = Environment.task_generator
 
 
-@pytest.mark.parametrize("said, env_type, more", [
-    ("no training task is left, because all 5 are evaluated", Overlapping, dict(train_tasks=5)),
-    ("letters: this environment makes no new tasks", Fixed, dict(start_from="train")),
-    ("letters: this environment makes no new tasks", Fixed, dict(method="grpo"))])
-def test_tasks_that_cannot_be_had_are_refused(said, env_type, more, run, tmp_path):
-    with pytest.raises(UsageError, match=said):
-        run(env_type=env_type, **more)
-    if env_type is Fixed:  # before anything runs
-        assert read_json(tmp_path / "run/phases.json") == {}
+def test_tasks_that_cannot_be_had_are_refused(run, tmp_path):
+    """What is evaluated is not trained on. A missing task generator is found before a phase runs."""
+    for method, source in ("evolve", "train"), ("grpo", "explore"):
+        line = refusal(lambda: run(method, method, Fixed, start_from=source))
+        assert line.startswith("letters: this environment makes no new tasks; give --method grpo")
+        assert read_json(tmp_path / method / "phases.json") == {}
+    rows, _ = evolve.first_tasks(run(None, env_type=Overlapping), i=0)
+    assert rows == [dict(task="letters-train-5", joined=0)]
+    assert "no training task is left, because all 5 are evaluated" in refusal(
+        evolve.training_tasks, run(None, "five", Overlapping, train_tasks=5))
 
 
-def test_what_is_evaluated_is_not_trained_on(run):
-    r = run("grpo", env_type=Overlapping, start_from="train", grpo_steps=2)
-    assert [row["task"] for row in rows(r, "iter0/tasks.jsonl")] == ["letters-train-5"]
-
-
-def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
-    """GRPO needs no environment that makes tasks."""
-    how = dict(start_from="train", grpo_steps=2, evolve_every=1)
-    a, b = run("evolve", "a", MOST_NEW_TASKS=0, **how), run("grpo", "b", env_type=Fixed, **how)
-    ours = files_of(b.folder)
-    assert ours.items() <= files_of(a.folder).items() and "iter2/target-agent/moments.pt" in ours
+def test_segments_and_an_evolution_without_new_tasks_change_nothing_in_grpo(run):
+    """AdamW's moments and the epoch over D continue in the next segment. GRPO needs no environment
+    that makes tasks."""
+    how = dict(start_from="train", grpo_steps=3)
+    three = files_of(run("grpo", "three", env_type=Fixed, evolve_every=1, **how).folder)
+    evolved = files_of(run("evolve", "evolved", evolve_every=1, MOST_NEW_TASKS=0, **how).folder)
+    assert three.items() <= evolved.items() and "iter3/target-agent/moments.pt" in three
+    one = files_of(run("grpo", "one", evolve_every=3, **how).folder)
+    weights = "target-agent/model.safetensors"
+    assert one[f"iter1/{weights}"] == three[f"iter3/{weights}"]
 
 
 class Vowels(Letters):
@@ -472,52 +440,38 @@ def test_steps_teach_a_policy_what_pays(run):
 # ------------------------------------------------------------------ interrupted, longer, on ranks
 
 
-def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_files(run, tmp_path):
-    """Optimizer moments, epochs and tasks are resumed from files."""
-    how = dict(grpo_steps=3, evolve_every=1, start_from="explore")
-    whole = files_of(run(out="whole", **how).folder)
+def test_a_run_that_is_killed_at_any_moment_and_made_longer_ends_in_the_same_files(run, tmp_path):
+    """Optimizer moments, epochs and tasks are resumed from files. The shorter run ends inside its
+    second segment, which is recomputed at its full length."""
+    whole = files_of(run(out="whole", grpo_steps=5).folder)
     killed = tmp_path / "killed"
-    assert kills_until_it_ends(lambda: run(out="killed", **how), killed, tmp_path / "said")
-    assert files_of(killed) == whole
-
-
-def test_where_a_segment_ends_makes_no_difference_to_grpo(run):
-    """AdamW's moments and the epoch over D continue in the next segment."""
-    one = run("grpo", "one", start_from="train", grpo_steps=3, evolve_every=3)
-    three = run("grpo", "three", start_from="train", grpo_steps=3, evolve_every=1)
-    a, b = (folder / "model.safetensors" for folder in (
-        one.folder / "iter1/target-agent", three.folder / "iter3/target-agent"))
-    assert a.read_bytes() == b.read_bytes()
-
-
-def test_more_steps_go_on_to_what_they_would_have_been(run):
-    """The first run ended inside its second segment, which is recomputed at its full length."""
-    whole = files_of(run("evolve", "whole", grpo_steps=5).folder)
-    run("evolve", "longer", grpo_steps=3)
-    longer = files_of(run("evolve", "longer", grpo_steps=5).folder)
-    after_three = {name for name in longer if name.startswith("eval-2-")}
-    assert after_three and longer.keys() - whole.keys() == after_three
-    assert {name: longer[name] for name in whole} == whole
+    for steps in (3, 5):
+        assert kills_until_it_ends(lambda: run(out="killed", grpo_steps=steps), killed, tmp_path / "said")
+    found = files_of(killed)
+    after_three = {name for name in found if name.startswith("eval-2-")}
+    assert after_three and found.keys() - whole.keys() == after_three
+    assert {name: found[name] for name in whole} == whole
 
 
 def test_two_sharded_processes_evolve_like_one(run, tmp_path):
     """Both play the tasks that join. Only the first one judges them, see `Letters`."""
-    def work(ranks):
-        run(out=str(ranks), start_from="train", start_tasks=3, step_tasks=6, grpo_steps=2,
-            evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, EXPLORER_EPISODES=4)
-
     for ranks in (1, 2):
-        codes = map(ended, fork_ranks(ranks, lambda: work(ranks), tmp_path / "said"))
-        assert [*codes] == [0] * ranks, (tmp_path / "said").read_text()[-3000:]
+        statuses = end_of_ranks(ranks, lambda: run(
+            out=str(ranks), start_from="train", start_tasks=3, step_tasks=6, grpo_steps=2,
+            evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, EXPLORER_EPISODES=4), tmp_path / "said")
+        assert statuses == [0] * ranks, (tmp_path / "said").read_text()[-3000:]
+
+    def both(name):
+        return [read_jsonl(tmp_path / out / name) for out in "12"]
+
+    for name in "iter1/tasks.jsonl", "iter1/signals.jsonl":
+        one, two = both(name)
+        assert one == two != []
     for i in (1, 2):
-        [one], [two] = (read_jsonl(tmp_path / out / f"iter{i}/target-agent/train.jsonl")
-                        for out in "12")
+        [one], [two] = both(f"iter{i}/target-agent/train.jsonl")
         for name in "loss", "kl":
             assert two[name] == pytest.approx(one[name], abs=1e-5)
     assert abs(one["kl"]) > 1e-6  # it has learnt something
-    for name in "iter1/tasks.jsonl", "iter1/signals.jsonl":
-        one, two = ((tmp_path / out / name).read_text() for out in "12")
-        assert one == two != ""
     assert any("-added-" in t.task for t in read(tmp_path / "2/iter2/target-agent/episodes.jsonl"))
 
 
@@ -535,10 +489,8 @@ def test_a_bf16_copy_of_a_live_model_equals_its_saved_agent(run):
 # ------------------------------------------------------------------------------------ settings
 
 
-@pytest.mark.parametrize("argv, said", [
-    ("--grpo-steps 10", "the tasks would never evolve; give more than --evolve-every 10"),
-    ("--step-rollouts 1", "must be at least 2"), ("--grpo-temperature 0", "at least 0.001"),
-    ("--signals forgetting,luck", "must be a comma-separated list of forgetting,boundary,rare")])
-def test_settings_that_make_no_sense_are_refused(argv, said):
-    with pytest.raises(UsageError, match=said):
-        parse(argv.split(), evolve.Settings, evolve.METHODS, environment)
+def test_settings_that_make_no_sense_are_refused():
+    refused(lambda *argv: parse([*argv], evolve.Settings, evolve.METHODS, environment), [
+        ("--grpo-steps 10", "the tasks would never evolve; give more than --evolve-every 10"),
+        ("--step-rollouts 1", "must be at least 2"), ("--grpo-temperature 0", "at least 0.001"),
+        ("--signals forgetting,luck", "must be a comma-separated list of forgetting,boundary,rare")])

@@ -3,36 +3,47 @@
 import json
 import math
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import make_tokenizer
+from conftest import make_tokenizer, refusal, refused
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coevolve
 from common.files import read_jsonl
-from common.settings import UsageError
 from engine.chat import Encoder
 from lab import learn
 
 
-def row(task, reward, *replies, **more):
-    """A line of the file: a conversation in which these are the assistant's replies."""
-    messages = []
-    for n, reply in enumerate(replies):
-        messages += [dict(role="user", content=f"{task}, page {n}"),
-                     dict(role="assistant", content=reply)]
-    return dict(task=task, messages=messages, reward=reward) | more
+def rows(text):
+    """Parses lines such as "a 0.5 buy/red mine": the task, the reward, the replies of the assistant
+    in its conversation, and the agent if there is one."""
+    found = []
+    for line in text.strip().splitlines():
+        task, reward, replies, *agent = line.split()
+        messages = []
+        for n, reply in enumerate(replies.split("/")):
+            messages += [dict(role="user", content=f"{task}, page {n}"),
+                         dict(role="assistant", content=reply)]
+        row = dict(task=task, messages=messages, reward=float(reward))
+        found.append(row | (dict(agent=agent[0]) if agent else {}))
+    return found
 
 
-# Two tasks; the best of "a" is its second line, of "b" the first.
-ROWS = [row("a", 0.5, "buy", "red"), row("a", 1.0, "search", "buy red"), row("a", 0.25, "leave"),
-        row("b", 0.75, "search", "buy"), row("b", 0.75, "search", "wait", "buy")]
+MINE = """
+a 0.5 buy/red
+a 1.0 search/buy-red
+a 0.25 leave
+b 0.75 search/buy
+b 0.75 search/wait/buy
+"""
 
 
 @pytest.fixture
 def file(tmp_path):
+    """file(rows) -> a file with these rows."""
     def write(rows):
         path = tmp_path / "mine.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -46,8 +57,7 @@ def read(path, **settings):
     s = learn.Settings(**settings)
     encoder = Encoder(make_tokenizer("chatml"))
     trajectories, dropped = learn.trajectories_in(path, encoder, s.max_tokens)
-    return SimpleNamespace(settings=s, encoder=encoder, trajectories=trajectories, dropped=dropped,
-                           main=True, name="", done={}, ids_by_name={}, print=print)
+    return SimpleNamespace(settings=s, trajectories=trajectories, dropped=dropped, name="", print=print)
 
 
 def made_of(path, **settings):
@@ -62,162 +72,171 @@ def made_of(path, **settings):
     return experts, pairs, best["dropped"], numbers["dropped"]
 
 
-def sides(pairs):
-    """Returns (kind, line of the chosen trajectory, line of the rejected one) of each pair."""
-    return [(pair.kind, pair.chosen.rollout, pair.rejected.rollout) for pair in pairs]
-
-
-# Eq. (8) pairs each with its expert, and F_tgt x F_fail, the first agent of the file being the
-# target; of one agent failures are paired with each other, Eq. (6).
-MINE, THEIRS = dict(agent="mine"), dict(agent="theirs")
-@pytest.mark.parametrize("rows, expected, weights", [
-    (ROWS, [("expert>target", 2, 1), ("expert>target", 2, 3), ("failure>failure", 1, 3)],
-     [(0.5, 0.5), (0.5, 0.5), (1.0, 0.0)]),
-    ([row("a", 1.0, "x", **MINE), row("a", 0.5, "y", **MINE), row("a", 0.25, "z", **MINE),
-      row("a", 0.75, "v", **THEIRS)],
-     [("expert>mine", 1, 2), ("expert>mine", 1, 3), ("expert>theirs", 1, 4),
-      ("failure>failure", 4, 2), ("failure>failure", 4, 3)], None),
-    # A demonstration that an agent beats is no second agent; a task alone has no pair.
-    ([row("a", 0.75, "x", agent="expert"), row("a", 1.0, "y", **MINE), row("a", 0.5, "z", **MINE),
-      row("a", 0.25, "v", **MINE), row("b", 1.0, "x", agent="expert")],
-     [("expert>mine", 2, 3), ("expert>mine", 2, 4), ("expert>expert", 2, 1),
-      ("failure>failure", 1, 3), ("failure>failure", 1, 4), ("failure>failure", 3, 4)], None),
-    # One text is no pair with itself, whatever it earned, and the others weigh 1 together.
-    ([row("a", 1.0, "x", "y"), row("a", 0.25, "x", "y"), row("a", 0.5, "z"), row("a", 0.75, "z")],
-     [("expert>target", 1, 3), ("expert>target", 1, 4), ("failure>failure", 3, 2),
-      ("failure>failure", 4, 2)], [(0.5, 0.5), (0.5, 0.5), (1 / 3, 0.0), (1 / 3, 0.0)])])
-def test_pairs_by_hand(file, rows, expected, weights):
-    _, pairs, _, dropped = made_of(file(rows))
-    assert sorted(sides(pairs)) == sorted(expected)
-    if weights:
-        assert [(pair.weight, pair.sft_weight) for pair in pairs] == weights
-    assert dropped == ({coevolve.SAME_TOKENS: 2} if weights and len(weights) == 4 else
-                       {"as good as the expert": 1} if weights else {})
+# Eq. (8) pairs each trajectory with the expert of its task, and F_tgt x F_fail. The first agent in
+# the file is the target. The failures of a single agent are paired with each other, Eq. (6).
+@pytest.mark.parametrize("played, expected, dropped", [
+    (MINE, """
+expert>target 2 1 0.5 0.5
+expert>target 2 3 0.5 0.5
+failure>failure 1 3 1 0""", {"as good as the expert": 1}),
+    ("""
+a 1.0 x mine
+a 0.5 y mine
+a 0.25 z mine
+a 0.75 v theirs""", """
+expert>mine 1 2 0.333333 0.333333
+expert>mine 1 3 0.333333 0.333333
+expert>theirs 1 4 0.333333 0.333333
+failure>failure 4 2 0.5 0
+failure>failure 4 3 0.5 0""", {}),
+    # A demonstration that an agent beats is no second agent. A task with one trajectory has no pair.
+    ("""
+a 0.75 x expert
+a 1.0 y mine
+a 0.5 z mine
+a 0.25 v mine
+b 1.0 x expert""", """
+expert>mine 2 3 0.333333 0.333333
+expert>mine 2 4 0.333333 0.333333
+expert>expert 2 1 0.333333 0.333333
+failure>failure 3 4 0.333333 0
+failure>failure 1 3 0.333333 0
+failure>failure 1 4 0.333333 0""", {}),
+    # A text makes no pair with itself, even with another reward. The others weigh 1 together.
+    ("""
+a 1.0 x/y
+a 0.25 x/y
+a 0.5 z
+a 0.75 z""", """
+expert>target 1 3 0.5 0.5
+expert>target 1 4 0.5 0.5
+failure>failure 3 2 0.333333 0
+failure>failure 4 2 0.333333 0""", {coevolve.SAME_TOKENS: 2})])
+def test_pairs_by_hand(file, played, expected, dropped):
+    """A pair is its kind, the lines of its trajectories in the file, and its weights."""
+    _, pairs, _, counts = made_of(file(rows(played)))
+    found = "\n".join(f"{pair.kind} {pair.chosen.rollout} {pair.rejected.rollout} {pair.weight:g} "
+                      f"{pair.sft_weight:g}" for pair in pairs)
+    assert found == expected.strip()
+    assert counts == dropped
 
 
 def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file):
-    nothing = [row("c", 0, "x"), row("c", 0.0, "y")]
-    experts, pairs, dropped, _ = made_of(file([*ROWS, *nothing]))
+    nothing = rows("c 0 x\nc 0.0 y")
+    experts, pairs, dropped, _ = made_of(file([*rows(MINE), *nothing]))
     assert [(t.task, t.reward, t.agent) for t in experts] == [
         ("a", 1.0, "expert"), ("b", 0.75, "expert")]
     assert {pair.chosen.task for pair in pairs} == {"a"}
     assert dropped == {"of tasks without an expert": 2}
     # With a higher limit, a trajectory that solves its task is still an expert.
-    experts, *_ = made_of(file(ROWS), expert_min_reward=1.0)
+    experts, *_ = made_of(file(rows(MINE)), expert_min_reward=1.0)
     assert [t.task for t in experts] == ["a"]
-    with pytest.raises(UsageError, match="no expert trajectory is left: .* lower --expert-min-reward 0.0"):
-        made_of(file(nothing))
+    line = refusal(made_of, file(nothing))
+    assert "no expert trajectory is left: " in line and "; lower --expert-min-reward 0.0" in line
 
 
 def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_model, tmp_path, capsys):
+    out = tmp_path / "агент"
+    flags = ("--model", str(small_model), "--out", str(out))
+
     def train():
-        learn.main([str(file(ROWS)), "--model", str(small_model), "--out", str(out), "--sft-lr",
-                    "0.001", "--dpo-lr", "0.0001", "--dpo-epochs", "2", "--max-tokens", "512"])
+        learn.main([str(file(rows(MINE))), *flags, "--sft-lr", "0.001", "--dpo-lr", "0.0001",
+                    "--dpo-epochs", "2", "--max-tokens", "512"])
         return capsys.readouterr().out
 
-    out = tmp_path / "агент"
     said = train()
     assert "3 pairs (2 expert>target, 1 failure>failure), 1 dropped (1 as good as the expert)" in said
-
     log = read_jsonl(out / "train.jsonl")  # SFT takes three steps, preferences two
-    assert len(log) == 3 + 2
-    base = AutoModelForCausalLM.from_pretrained(small_model)
-    tokenizer = AutoTokenizer.from_pretrained(small_model)
-    assert log[2]["loss"] < log[0]["loss"]
-
+    assert len(log) == 3 + 2 and log[2]["loss"] < log[0]["loss"] and log[4]["loss"] < log[3]["loss"]
     # Preferences begin at margin 0, where DPO's loss is ln 2 for each pair: 0.5 + 0.5 + 1.
-    kinds = log[3]["kinds"]
-    assert [kinds[kind]["count"] for kind in kinds] == [2, 1]
-    assert [kinds[kind]["margin"] for kind in kinds] == pytest.approx([0, 0], abs=1e-5)
-    imitation = 0.1 * kinds["expert>target"]["chosen"]
+    imitation = 0.1 * log[3]["kinds"]["expert>target"]["chosen"]
     assert log[3]["loss"] == pytest.approx(math.log(2) - imitation / 2, abs=1e-3)
-    assert log[4]["loss"] < log[3]["loss"]
     for phase, k in (("sft-target", 0), ("iter1/target-agent", 3)):
         assert f"{phase:28}  {3 - k // 3} steps, loss {log[k]['loss']:.3f} -> " in said
 
+    # The agent is that of the last phase.
     agent = AutoModelForCausalLM.from_pretrained(out)
-    before = base.get_output_embeddings().weight
-    assert not torch.equal(agent.get_output_embeddings().weight, before)
-    assert AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    weights = load_file(out / "run/iter1/target-agent/model.safetensors")
+    assert agent.lm_head.weight.equal(weights["lm_head.weight"])
+    tokenizers = map(AutoTokenizer.from_pretrained, (out, small_model))
+    assert len({tokenizer.chat_template for tokenizer in tokenizers}) == 1
 
     # The same command makes what is missing, and the same agent; the page of its run shows pairs.
-    weights = (out / "model.safetensors").read_bytes()
+    before = (out / "model.safetensors").read_bytes()
     shutil.rmtree(out / "run/iter1/target-agent")
     again = train()
     assert "iter1/target-agent" in again and "sft-target" not in again
-    assert (out / "model.safetensors").read_bytes() == weights
+    assert (out / "model.safetensors").read_bytes() == before
     assert read_jsonl(out / "train.jsonl") == log
     assert (out / "run/run.html").stat().st_size > 10_000
-    with pytest.raises(UsageError, match="other settings: .*seed .0 -> 1."):
-        learn.main([str(file(ROWS)), "--model", str(small_model), "--out", str(out), "--seed", "1"])
+    line = refusal(learn.main, [str(file(rows(MINE))), *flags, "--seed", "1"])
+    assert "other settings: " in line and "seed (0 -> 1)" in line
 
 
-@pytest.mark.parametrize("line, says", [
-    (json.dumps(row("a", 1.0, "grün"), ensure_ascii=False).encode("latin-1"), "can't decode byte"),
-    (row("a", 1.5, "x"), "reward 1.5 is not a number from 0 to 1"),
-    (row("a", True, "x"), "reward True is not a number"),
-    (row("a", math.nan, "x"), "reward nan is not a number"),
-    (row(7, 1.0, "x"), "task 7 must be a name"),
-    (row("a", 1.0), "its messages have the roles []"),
-    (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "its messages have the roles ['assistant'"),
-    (row("a", 1.0, None), "is not a string"),
+USER = '{"role": "user", "content": "grün"}'
+
+
+@pytest.mark.parametrize("change, says", [
+    (f'{{"messages": [{USER}]}}', "can't decode byte"),
+    ('{"reward": 1.5}', "reward 1.5 is not a number from 0 to 1"),
+    ('{"reward": true}', "reward True is not a number"),
+    ('{"reward": NaN}', "reward nan is not a number"),
+    ('{"task": 7}', "task 7 must be a name"),
+    ('{"agent": "a/b"}', "agent 'a/b' must be a name of letters and digits"),
+    ('{"messages": []}', "its messages have the roles []"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "its messages have the roles ['assistant'"),
+    ('{"messages": [{"role": "user", "content": null}]}', "is not a string"),
     # A field that is not read would change the training data without an error.
-    (row("a", 1.0, "x", system="Be brief."), "it has 'system', which is not supported; remove it"),
-    (row("a", 1.0) | dict(messages=[dict(role="user", content="", weight=0)]), "it has 'weight'")])
-def test_a_line_that_cannot_be_used_is_refused_with_its_number(file, line, says):
-    path = file([ROWS[0], {}])
-    data = line if isinstance(line, bytes) else json.dumps(line).encode()
-    path.write_bytes(path.read_bytes().replace(b"{}\n", data.strip() + b"\n"))
-    with pytest.raises(UsageError) as refusal:
-        read(path)
-    text = str(refusal.value)
-    assert text.startswith(f"{path}, line 2: ") and says in text and "\n" not in text
+    ('{"system": "Be brief."}', "it has 'system', which is not supported; remove it"),
+    ('{"messages": [{"role": "user", "content": "", "weight": 0}]}', "it has 'weight'"),
+    # In a run's file, `turns` and `action_mask` mark the replies that are actions.
+    ('{"turns": 4}', "'turns' is 4, but the number of replies is 2"),
+    ('{"action_mask": [0, 1]}', "'action_mask' marks 1 replies, but the last 2")])
+def test_a_line_that_cannot_be_used_is_refused_with_its_number(file, change, says):
+    first = rows(MINE)[0]
+    path = file([first])
+    line = json.dumps(first | json.loads(change), ensure_ascii=False)
+    path.write_bytes(path.read_bytes() + line.encode("latin-1"))
+    said = refusal(read, path)
+    assert said.startswith(f"{path}, line 2: ") and says in said and "\n" not in said
 
 
 def test_parts_of_a_file_that_are_left_out(file):
     """Blank lines, a byte order mark, the last message of the user, and fields of a run's file."""
+    long, short, full = rows(f"a 1.0 {'x' * 999}\na 0.25 leave\na 0.0 x")
     asked = dict(role="user", content="the end")
-    ends = ROWS[2] | dict(messages=[*ROWS[2]["messages"], asked], iteration=3, rollout=9, ids=[1], seed=4)
-    full = row("a", 0.0, "x", ended="context_limit", turns=0) | dict(messages=[asked])
-    path = file([row("a", 1.0, "x " * 500), ends, full])
+    ends = short | dict(messages=[*short["messages"], asked], iteration=3, rollout=9, ids=[1], seed=4)
+    full |= dict(ended="context_limit", turns=0, messages=[asked])
+    path = file([long, ends, full])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n") + b"\n \n")
     run = read(path, max_tokens=400)
-    assert [(t.rollout, t.messages) for t in run.trajectories] == [(3, ROWS[2]["messages"])]
+    assert [(t.rollout, t.messages) for t in run.trajectories] == [(3, short["messages"])]
     assert run.dropped == {"too long": 2}
-    with pytest.raises(UsageError, match="no trajectory is left: {'too long': 2}.*--max-tokens 1"):
-        read(file(ROWS[:2]), max_tokens=1)
+    line = refusal(partial(read, max_tokens=1), path)
+    assert "no trajectory is left: {'too long': 3}" in line and "--max-tokens 1" in line
 
 
 def test_replies_of_an_opening_are_no_actions(file):
-    """In a run's file, `turns` and `action_mask` mark the replies that are actions."""
-    told = row("a", 1.0, "OK", "search", "buy")
+    [told] = rows("a 1.0 OK/search/buy")
     [t] = read(file([told | dict(turns=2, action_mask=[0, 0, 1, 1, 0, 1])])).trajectories
     encoder = Encoder(make_tokenizer("chatml"))
     assert (t.ids, t.action_mask) == encoder.encode(told["messages"], 3)
     assert t.turns == 2
-    for wrong, says in [(dict(turns=4), "'turns' is 4, but the number of replies is 3"),
-                        (dict(action_mask=[0, 1, 0, 1]), "'action_mask' marks 2 replies, but the last 3")]:
-        with pytest.raises(UsageError, match=says):
-            read(file([told | wrong]))
 
 
-@pytest.mark.parametrize("agents", [["mine", "theirs", "x"], ["mine", "theirs", None, "expert"]])
-def test_more_than_two_agents_are_refused(agents, file):
-    """Failures of the second and the third would make no pair. A missing name counts as one."""
-    rows = [row("a", 1.0 - n / 8, "x", **({} if agent is None else dict(agent=agent)))
-            for n, agent in enumerate(agents)]
-    with pytest.raises(UsageError, match="it has 3 agents: mine, theirs, .* leave out all but two"):
-        read(file(rows))
-    assert len(read(file(rows[:2])).trajectories) == 2
+def test_more_than_two_agents_are_refused(file):
+    """Failures of the second and the third would make no pair. A line without an agent counts as
+    one of target, and lines of expert do not count."""
+    played = rows("a 1.0 x mine\na 0.5 x theirs\na 0.4 x expert\na 0.3 x")
+    assert "it has 3 agents: mine, theirs, target; leave out all but two" in refusal(read, file(played))
+    assert len(read(file(played[:3])).trajectories) == 3
 
 
-@pytest.mark.parametrize("rows, flags, says", [
-    (ROWS, ["--rollouts", "2"], "--rollouts is not read"),
-    (ROWS, ["--out", "."], "--out .: it is not empty"),
-    ([ROWS[0], dict(task="a")], [], "mine.jsonl, line 2: it has no 'messages'")])
-def test_errors_are_found_before_a_model_is_loaded(rows, flags, says, file, tmp_path, monkeypatch):
+def test_errors_are_found_before_a_model_is_loaded(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("engine.models.read_model", lambda *_, **__: pytest.fail("a model is loaded"))
-    file(rows)
-    with pytest.raises(UsageError, match=says):
-        learn.main(["mine.jsonl", *flags])
+    name = file([*rows(MINE), dict(task="a")]).name
+    refused(lambda *flags: learn.main([*flags]), [
+        (f"{name} --rollouts 2", "--rollouts is not read"),
+        (f"{name} --out .", "--out .: it is not empty"),
+        (name, "mine.jsonl, line 6: it has no 'messages'")])
