@@ -37,7 +37,9 @@ FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
 # Keys of a trajectory that the page includes. Token ids and other keys are left out.
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
-EPISODE = {"task", *KEPT} - {"raw_reward"}  # a row that has all these keys is a trajectory
+# A row that has all these keys is a trajectory, or a pair.
+EPISODE = {"task", *KEPT} - {"raw_reward"}
+PAIR = {"task", "kind", "chosen", "rejected"}
 
 
 def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
@@ -110,8 +112,8 @@ def conversations(run: Path, megabytes: float) -> dict:
         kept["opening"] = first_reply(row["messages"], row["turns"])
         runs[row["task"]].setdefault(name_of(row), kept)
     pairs = defaultdict(list)  # task -> preference pairs of this task
-    for row in phases_with(phases, "pairs", "trains"):
-        add_pairs(pairs, runs, run, row)
+    for row in phases_with(phases, "pairs"):
+        add_pairs(pairs, runs, run, phases, row)
 
     texts = instructions(runs)
     tasks = []
@@ -145,7 +147,13 @@ def name_of(row: dict) -> tuple:
     return row["agent"], row["iteration"], row["rollout"]
 
 
-def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded: dict) -> None:
+def add_pairs(
+    pairs: dict[str, list],
+    runs: dict[str, dict],
+    run: Path,
+    phases: dict,
+    recorded: dict,
+) -> None:
     """Adds the pairs of a pairs file to `pairs`.
 
     Args:
@@ -153,26 +161,39 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
         runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
             into the task's trajectories.
         run: The folder that contains the pairs file.
-        recorded: The entry of phases.json for the phase that wrote the pairs file.
+        phases: The records of all phases.
+        recorded: The record of the phase that wrote the pairs file.
 
-    The keys `first` and `last` of an added pair are its log-probabilities and margin in the first
-    and last training step that used the pair. They are absent if no step has used it.
+    `trains` of an added pair is the agent that it has trained, or "". The keys `first` and `last`
+    are its log-probabilities and margin in the first and last training step that used the pair.
+    They are absent if no step has used it.
     """
-    folder = (run / recorded["output"]).parent
-    trains = recorded["trains"]
-    # A row of margins.jsonl has the same keys as its pair, and also `first` and `last`.
-    margins = {name_of_pair(row): row for row in rows_in(folder / f"{trains}-agent/margins.jsonl")}
-    for row in rows_in(run / recorded["output"]):
-        task = row["task"]
-        sides = name_of(row["chosen"]), name_of(row["rejected"])
+    rows = {name_of_pair(row): row for row in rows_in(run / recorded["output"])
+            if PAIR <= row.keys()}
+    trains, margins = trained_on(rows, run, phases)
+    for name, row in rows.items():
+        task, _, *sides = name
         names = [*runs.get(task, {})]
         if not {*sides} <= {*names}:
             # The trajectory file is being recomputed and does not have this trajectory yet.
             continue
         chosen, rejected = map(names.index, sides)
-        measured = margins.get(name_of_pair(row), {})
-        pairs[task].append(row | measured | dict(chosen=chosen, rejected=rejected, trains=trains,
-                                                 iteration=recorded["i"]))
+        pairs[task].append(row | margins.get(name, {}) | dict(
+            chosen=chosen, rejected=rejected, trains=trains, iteration=recorded["i"]))
+
+
+def trained_on(pairs: dict, run: Path, phases: dict) -> tuple[str, dict]:
+    """Returns the name of the agent that was trained on the pairs, and the rows of its margins.jsonl.
+
+    A row of this file has the same keys as its pair, and also `first` and `last`. If no agent was
+    trained on the pairs yet, the name is "" and there are no rows.
+    """
+    for row in phases_with(phases, "name", "steps"):
+        logged = rows_in(run / row["output"] / "margins.jsonl")
+        margins = {name_of_pair(logged_row): logged_row for logged_row in logged}
+        if margins and margins.keys() <= pairs.keys():
+            return row["name"], margins
+    return "", {}
 
 
 def name_of_pair(row: dict) -> tuple:
