@@ -41,7 +41,6 @@ from engine.trajectories import write as write_jsonl
 from environments import environment
 from envs import EnvError
 from lab import __main__ as whole_program
-from lab.page import page
 
 KILLED_RUNS = int(os.environ.get("KILLED_RUNS", 1))
 FF = "failure>failure"
@@ -94,7 +93,7 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(small_model, tmp_path):
     now = dict(inputs=(given,), fingerprint="", n=1)
     done = []
 
-    def rows(r, *inputs, n=1):
+    def rows(r, *inputs, n):
         done.append(r.name)
         return [dict(text=str(inputs[0]))]
 
@@ -103,34 +102,33 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(small_model, tmp_path):
         return small_model
 
     def process(**changed):
-        """Runs three phases: rows, an agent made of them and of a base, and rows made of both."""
         now.update(changed)
         r = run.Run(s, environment("webshop")())
         r.fingerprint += now["fingerprint"]
         done.clear()
         first = r.once("first.jsonl", rows, *now["inputs"], n=now["n"])
-        trained = r.once("agent", agent, first, base)
-        r.once("last.jsonl", rows, first, [trained], dict(more=given))
+        trained = r.once("agent", agent, [first, base])
+        r.once("last", agent, dict(trained=trained, more=given))
         r.close()
         return " ".join(done)
 
-    assert process() == "first.jsonl agent last.jsonl"
+    assert process() == "first.jsonl agent last"
     os.utime(given, (1, 1))
     assert process() == ""
     # The first phase makes the same content, so the others are skipped.
     assert process(n=3) == "first.jsonl"
     assert process(inputs=(given, given)) == "first.jsonl"
     rows.__name__ = "other"
-    assert process() == "first.jsonl last.jsonl"  # both are made by this phase
+    assert process() == "first.jsonl"
     given.write_text("b")
-    assert process() == "first.jsonl last.jsonl"
+    assert process() == "first.jsonl last"
     # A base's files of the same size, and a folder that the client of the Hugging Face Hub makes
     (base / "a.bin").write_text("a")
-    assert process() == "agent last.jsonl"
+    assert process() == "agent last"
     (base / "a.bin").write_text("b")
     (base / ".cache").mkdir()
-    assert process() == "agent last.jsonl"
-    assert process(fingerprint="x") == "first.jsonl agent last.jsonl"
+    assert process() == "agent last"
+    assert process(fingerprint="x") == "first.jsonl agent last"
     assert process() == ""
 
 
@@ -504,25 +502,28 @@ def test_a_usage_error_is_a_line_and_a_bug_a_traceback(process, tmp_path, monkey
     assert "Traceback" in said and "KeyError: 'a bug'" in said
 
 
-@pytest.mark.parametrize("error, says", [
-    (OSError(28, "No space left on device"), f"No space left on device; make room on the disk{RESUME}"),
-    # Raised by tokenizers
-    (Exception("No space left on device (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),
-    (FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
-    (torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
-    (EnvError("mysql://host is gone"), "mysql://host is gone. Fix this and rerun")])
-def test_an_error_of_the_machine_is_a_line_with_a_remedy(error, says, toy_run, monkeypatch):
-    monkeypatch.setattr(models, "save", fails_with(error))
+FULL = "No space left on device"
+SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write", "lab.page.page.make_page"
+
+
+@pytest.mark.parametrize("where, error, says", [
+    (SAVE, OSError(28, FULL), f"{FULL}; make room on the disk{RESUME}"),
+    (SAVE, Exception(f"{FULL} (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),  # of tokenizers
+    (SAVE, FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
+    (SAVE, torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
+    (SAVE, RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
+    (SAVE, EnvError("mysql://host is gone"), "mysql://host is gone. Fix this and rerun"),
+    (PAGE, OSError(28, FULL), f"{FULL}; make room on the disk{RESUME}"),
+    (WRITE, ValueError("it refuses"), "an agent trained from it could not be saved: it refuses")])
+def test_an_error_of_the_machine_is_a_line_with_a_remedy(
+        where, error, says, toy_run, monkeypatch, tmp_path):
+    """Results are there without a page. What could not be saved is found before training."""
+    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
+    monkeypatch.setattr(where, fails_with(error))
     line = refusal(toy_run, *SFT)
     assert says in line and ("Fix this" in line) == ("Fix this" in says)
-
-
-def test_a_page_that_cannot_be_written_ends_the_run_in_a_line(toy_run, monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "make_page", fails_with(OSError(28, "No space left on device")))
-    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
-    assert refusal(toy_run, *SFT).endswith(f"make room on the disk{RESUME}")
-    assert (tmp_path / "run/result.json").exists()
+    assert (tmp_path / "run/result.json").exists() == (where == PAGE)
+    assert (tmp_path / "run").exists() == (where != WRITE)
 
 
 def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal():
@@ -693,12 +694,6 @@ def test_unused_heads_and_output_switches_of_a_base_are_neither_used_nor_saved(
     own = read_json(out / "sft-target/config.json")
     assert not own.get("output_attentions") and not own.get("output_hidden_states")
     assert own.get("return_dict", True) and not own.keys() & {"temperature", "num_beams"}
-
-
-def test_what_could_not_be_saved_is_found_before_training(toy_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "write", fails_with(ValueError("transformers refuses it")))
-    assert "an agent trained from it could not be saved: transformers refuses it" in refusal(toy_run)
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_path):
