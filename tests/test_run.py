@@ -350,9 +350,8 @@ def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
     before, after = read_json(source / "phases.json"), read_json(out / "phases.json")
     taken = [*before][:[*before].index(PAIRS)]
     assert made(out) == [*before][len(taken):]
-    for name in taken:
+    for name in taken:  # a record has the hash of a file
         assert after[name] | dict(stat=0) == before[name] | dict(stat=0)
-        assert (out / name).is_dir() or (out / name).read_bytes() == (source / name).read_bytes()
     # Weights are hard links.
     for name, alike in [("sft-target/model.safetensors", True), ("experts.jsonl", False)]:
         assert (out / name).samefile(source / name) == alike
@@ -475,15 +474,23 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_files(
     assert contents(out) == contents(toy[0])
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_stopped_prints_one_line(number, status, process, tmp_path):
-    running = process("--iterations", 99)
-    wait_until((tmp_path / "run/experts.jsonl").exists, "the run's first output")
+CLUSTER = dict(RANK="2", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
+WAITS = "rank 2 of 4 waits for 127.0.0.1:9; WORLD_SIZE and RANK come from the environment"
+
+
+@pytest.mark.parametrize("variables, first, number, status, last", [
+    ({}, "experts.jsonl", signal.SIGTERM, 143, "stopped; rerun the same command to resume"),
+    ({}, "experts.jsonl", signal.SIGINT, 130, "stopped; rerun the same command to resume"),
+    (CLUSTER, WAITS, signal.SIGTERM, -signal.SIGTERM, WAITS),
+    (CLUSTER, WAITS, signal.SIGINT, -signal.SIGINT, WAITS)])
+def test_a_signal_ends_a_process(variables, first, number, status, last, process, tmp_path):
+    """A run ends in a line. A rank of a cluster job that waits for others has printed their address."""
+    said = tmp_path / "said"
+    running = process("--iterations", 99, **variables)
+    wait_until(lambda: said.exists() and first in said.read_text(), first)
     os.kill(running, number)
     assert ended(running) == status
-    said = (tmp_path / "said").read_text()
-    assert said.splitlines()[-1] == "stopped; rerun the same command to resume"
-    assert "Traceback" not in said
+    assert said.read_text().splitlines()[-1] == last and "Traceback" not in said.read_text()
 
 
 def fails_with(error):
@@ -493,13 +500,18 @@ def fails_with(error):
     return fail
 
 
-def test_a_usage_error_is_a_line_and_a_bug_a_traceback(process, tmp_path, monkeypatch):
-    assert ended(process("--beta", -1)) == 2
-    assert (tmp_path / "said").read_text().strip() == "--beta -1.0: must be above 0"
+@pytest.mark.parametrize("flags, variables, status, says", [
+    (("--beta", -1), {}, 2, "--beta -1.0: must be above 0"),
+    *[((), variables, 2, "unset LOCAL_RANK, RANK and WORLD_SIZE") for variables in (
+        dict(LOCAL_RANK="3"), dict(WORLD_SIZE="4"), dict(WORLD_SIZE="four", RANK="1"))],
+    ((), {}, 1, "KeyError: 'a bug'")])
+def test_a_usage_error_is_a_line_and_a_bug_a_traceback(
+        flags, variables, status, says, process, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of rank 1, before it prints
     monkeypatch.setattr(models, "save", fails_with(KeyError("a bug")))
-    assert ended(process()) == 1
+    assert ended(process(*flags, **variables)) == status
     said = (tmp_path / "said").read_text()
-    assert "Traceback" in said and "KeyError: 'a bug'" in said
+    assert said.endswith(f"{says}\n") and ("Traceback" in said) == (status == 1)
 
 
 FULL = "No space left on device"
@@ -560,26 +572,6 @@ def test_a_closed_pipe_ends_the_help_silently(tmp_path):
 
     assert ended(fork(without_a_reader, tmp_path / "said")) == -signal.SIGPIPE
     assert (tmp_path / "said").read_text() == ""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_waiting_rank_prints_its_address_and_can_be_stopped(number, process, tmp_path):
-    """The environment has variables of a cluster job."""
-    said = tmp_path / "said"
-    waiting = process(RANK="2", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
-    line = "rank 2 of 4 waits for 127.0.0.1:9; WORLD_SIZE and RANK come from the environment\n"
-    wait_until(lambda: said.exists() and line in said.read_text(), "the line about what the rank waits for")
-    os.kill(waiting, number)
-    assert ended(waiting) == -number and "Traceback" not in said.read_text()
-
-
-@pytest.mark.parametrize("left", [dict(LOCAL_RANK="3"), dict(WORLD_SIZE="4"), dict(
-    WORLD_SIZE="four", RANK="1")])
-def test_incomplete_variables_of_ranks_are_refused(left, process, tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of rank 1, before it prints
-    assert ended(process(**left)) == 2
-    said = (tmp_path / "said").read_text()
-    assert said.endswith("unset LOCAL_RANK, RANK and WORLD_SIZE\n") and "Traceback" not in said
 
 
 # ------------------------------------------------------------------------------- the command line

@@ -12,6 +12,7 @@ from common.settings import UsageError
 from engine.chat import Encoder
 from lab import smollm2
 
+
 @pytest.fixture(scope="module")
 def folder():
     if not smollm2.FOLDER.exists():
