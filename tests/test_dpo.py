@@ -16,23 +16,14 @@ from engine.forward_passes import distributed_log_probs
 from engine.sampling import Sampler
 
 VOCABULARY = 50
-ONE = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"),
-                      mixed_precision="no")  # the Accelerator of one process
 
 
 def random_trajectories(*lengths, seed=0, task="t"):
-    """Returns trajectories of random ids, with alternating spans of observations and actions."""
+    """Returns trajectories of random ids, with a random action mask that ends with an action."""
     rng = random.Random(seed)
-    made = []
-    for length in lengths:
-        mask = [0, 0]
-        is_action = False
-        while len(mask) < length:
-            is_action = not is_action
-            mask += [int(is_action)] * rng.randint(1, 5)
-        ids = [rng.randrange(VOCABULARY) for _ in range(length)]
-        made.append(Trajectory(task, ids=ids, action_mask=mask[:length]))
-    return made
+    return [Trajectory(task, ids=rng.choices(range(VOCABULARY), k=length),
+                       action_mask=[0, 0, *rng.choices([0, 1], k=length - 3), 1])
+            for length in lengths]
 
 
 def log_p(model, t):
@@ -41,10 +32,7 @@ def log_p(model, t):
 
 
 def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten()
-                      for p in model.parameters()])
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])])
 
 
 def weights(model):
@@ -61,30 +49,25 @@ def model():
 
 
 @pytest.mark.parametrize("tokens, passes", [(0, 5), (45, 3), (10_000, 1)])
-def test_log_probs_of_padded_forward_passes_are_those_of_plain_ones(
-        tokens, passes, model, monkeypatch):
+def test_log_probs_of_padded_forward_passes_are_those_of_plain_ones(tokens, passes, model):
+    one = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"),
+                          mixed_precision="no")  # the Accelerator of one process
+    batch = random_trajectories(20, 9, 15, 33, 4)
+    batch[2].action_mask = [0] * 15  # a trajectory without action tokens
+    never = (batch[0].ids[-1], 11)
     shapes = []
-    forward = type(model).forward
-
-    def noted(self, **options):
-        shapes.append(options["input_ids"].shape)
-        return forward(self, **options)
-
-    never = (3, 11)
-    some = random_trajectories(20, 9, 15, 33, 4)
-    some[2].action_mask = [0] * 15  # a trajectory without action tokens
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model), "forward", noted)
-        found = distributed_log_probs(ONE, model, some, tokens, Sampler(0.7, never).process_logits)
-
-    acting = some[:2] + some[3:]
-    expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
-                          for t in acting])                                       # (A,)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
-    assert 0 < found.isinf().sum() < len(found)
+    hook = model.register_forward_pre_hook(
+        lambda _, given, options: shapes.append(options["input_ids"].shape), with_kwargs=True)
+    found = distributed_log_probs(one, model, batch, tokens, Sampler(0.7, never).process_logits)
+    hook.remove()
     # Only a forward pass of one trajectory may have more tokens than the limit.
     assert len(shapes) == passes and sum(rows for rows, _ in shapes) == 5
     assert all(rows * length <= tokens or rows == 1 for rows, length in shapes)
+
+    expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
+                          for t in batch])                                        # (A,)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    assert 0 < found.isinf().sum() < len(found)
 
 
 # ---------------------------------------------------------------------------------------- losses
@@ -93,7 +76,7 @@ def test_log_probs_of_padded_forward_passes_are_those_of_plain_ones(
 def group(task="a", seed=0):
     """Returns an expert of 11 tokens and two failures of 16 and 7, with a pair of each kind."""
     e, t, f = random_trajectories(11, 16, 7, seed=seed, task=task)
-    e.reference, t.reference, f.reference = -20.0, -21.0, -22.0
+    e.ref_log_prob, t.ref_log_prob, f.ref_log_prob = -20.0, -21.0, -22.0
     return Group([e, t, f], [Pair("expert>target", e, t, 0.5, 0.5),
                              Pair("expert>failure", e, f, 0.5, 0.5),
                              Pair("failure>failure", f, t, 1.0, 0.0)])
@@ -106,25 +89,25 @@ def loss_of(model, groups, **changed):
 
 def test_each_trajectory_gets_its_own_reference(model):
     groups = [group("a"), group("a", 1), group("a", 2)]
-    dpo.add_references(model, groups, dpo.token_log_probs, partial(dpo.fits_in_pass, tokens=60))
+    dpo.add_references(model, groups, fits=partial(dpo.fits_in_pass, tokens=60))
     for t in dpo.trajectories_of(groups):
-        assert t.reference == pytest.approx(log_p(model, t).item(), abs=1e-9)
+        assert t.ref_log_prob == pytest.approx(log_p(model, t).item(), abs=1e-9)
 
 
-@pytest.mark.parametrize("log_prob", ["sum", "mean"])
-def test_equation_9_and_its_gradient_equal_brute_force(log_prob):
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_equation_9_and_its_gradient_equal_brute_force(reduction):
     model = make_model(VOCABULARY)
     groups = [group("a", 1), group("b", 2)]
     beta, lambda_dpo, lambda_sft = 0.3, 0.7, 0.2
-    terms, statistics = loss_of(model, groups, beta=beta, lambda_dpo=lambda_dpo,
-                                lambda_sft=lambda_sft, log_prob_reduction=log_prob)
+    losses, statistics = loss_of(model, groups, beta=beta, lambda_dpo=lambda_dpo,
+                                 lambda_sft=lambda_sft, log_prob_reduction=reduction)
 
     of_dpo = of_sft = 0.0
     sums = Counter()  # statistics of the failure pairs
     for pair in dpo.pairs_of(groups):
         w, l = log_p(model, pair.chosen), log_p(model, pair.rejected)
-        ratio_w, ratio_l = w - pair.chosen.reference, l - pair.rejected.reference
-        if log_prob == "mean":
+        ratio_w, ratio_l = w - pair.chosen.ref_log_prob, l - pair.rejected.ref_log_prob
+        if reduction == "mean":
             ratio_w = ratio_w / sum(pair.chosen.action_mask[1:])
             ratio_l = ratio_l / sum(pair.rejected.action_mask[1:])
         # Eq. (7): L_DPO = -log sigma(z) = log(1 + exp(-z)), z = beta (ratio_w - ratio_l)
@@ -139,17 +122,23 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob):
                         reward_rejected=beta * ratio_l.item(), accuracy=z.item() > 0)
     expected = of_dpo + of_sft
     by_hand = dict(loss=expected.item(), dpo=of_dpo.item(), sft=of_sft.item())
-    assert {name: term.item() for name, term in terms.items()} == pytest.approx(by_hand, abs=1e-9)
-    torch.testing.assert_close(gradients(model, terms["loss"]), gradients(model, expected),
+    assert {name: value.item() for name, value in losses.items()} == pytest.approx(by_hand, abs=1e-9)
+    torch.testing.assert_close(gradients(model, losses["loss"]), gradients(model, expected),
                                atol=1e-9, rtol=1e-9)
     assert statistics["failure>failure"] == pytest.approx(sums)
 
 
-def test_a_missing_reference_is_an_error(model):
-    forgotten = group()
-    forgotten.trajectories[1].reference = None
-    with pytest.raises(ValueError, match=r"task 'a', .* no reference; call dpo.add_references"):
-        loss_of(model, [group(), forgotten])
+@pytest.mark.parametrize("change, says", [
+    (lambda losses, margin: (losses.mean(), margin),
+     r"3 pairs have a loss, .* of shape \(\); give one number per pair"),
+    (lambda losses, margin: (losses[:, None], margin), r"of shape \(3, 1\)"),
+    (lambda losses, margin: (losses, margin[:1]), r"of shape \(1,\)")])
+def test_a_loss_needs_one_number_per_pair(change, says, model, monkeypatch):
+    """Otherwise it would be broadcast, and the weights of the pairs would have no effect."""
+    whole = dpo.dpo_loss
+    monkeypatch.setattr(dpo, "dpo_loss", lambda *given: change(*whole(*given)))
+    with pytest.raises(ValueError, match=says):
+        loss_of(model, [group()])
 
 
 # ------------------------------------------------------------------------------ optimiser steps
@@ -157,10 +146,10 @@ def test_a_missing_reference_is_an_error(model):
 
 def trained(steps, tokens=10_000, model=None):
     """Returns weights and log after these steps on pairs. A given model is trained in place."""
-    model = model or make_model(VOCABULARY, seed=3)
-    log = list(dpo.train(model.eval(), dpo.adamw(model), steps, [1e-3] * len(steps),
-                         partial(dpo.preference_loss, beta=0.1), dpo.pair_count,
-                         fits=partial(dpo.fits_in_pass, tokens=tokens)))
+    model = model or make_model(VOCABULARY, seed=3).eval()
+    log = dpo.train(model, dpo.adamw(model), steps, [1e-3] * len(steps),
+                    partial(dpo.preference_loss, beta=0.1), dpo.pair_count,
+                    fits=partial(dpo.fits_in_pass, tokens=tokens))
     return weights(model), log
 
 
@@ -174,39 +163,38 @@ def test_micro_batches_give_the_step_of_the_whole_batch(tokens):
     parts, log_of_parts = trained(steps(), tokens)
     torch.testing.assert_close(whole, parts, atol=1e-9, rtol=0)
     for a, b in zip(log, log_of_parts, strict=True):
-        for name in "loss", "dpo", "sft", "norm":
-            assert b[name] == pytest.approx(a[name], abs=1e-9)
-        for kind in a["kinds"]:  # means over the batch
-            assert b["kinds"][kind] == pytest.approx(a["kinds"][kind], abs=1e-9)
-
-    # The first step logs the mean over its three experts before the update.
-    model = make_model(VOCABULARY, seed=3)
-    logs = [log_p(model, g.trajectories[0]).item() for g in steps()[0]]
-    assert log[0]["kinds"]["expert>target"]["chosen"] == pytest.approx(sum(logs) / 3)
+        kinds, others = a.pop("kinds"), b.pop("kinds")
+        assert b == pytest.approx(a, abs=1e-9)
+        for kind, means in kinds.items():  # over the batch
+            assert others[kind] == pytest.approx(means, abs=1e-9)
 
 
 @pytest.mark.parametrize("most, decay", [(1e9, 0.1), (0.01, 0.0)])
 def test_steps_are_adamw_on_the_mean_gradient(most, decay):
     """AdamW's state after step 1 has the clipped gradient. The learning rate applies to all parameter
     groups. The embedding of the pad token is trained, since it may also end turns."""
+    batch = [Group([t]) for t in random_trajectories(9, 13)]
+    rates = [1e-3, 5e-4]
     model = make_model(VOCABULARY, seed=3).eval()
-    model.get_input_embeddings().padding_idx = random_trajectories(9)[0].ids[3]
+    model.get_input_embeddings().padding_idx = batch[0].trajectories[0].ids[3]
     first, *others = model.parameters()
     optimizer = torch.optim.AdamW([dict(params=[first], lr=9.0), dict(params=others)],
                                   weight_decay=decay)
     if decay:
         optimizer = dpo.adamw(model, decay)
-    batch = [Group([t]) for t in random_trajectories(9, 13)]
-    log = [*dpo.train(model, optimizer, [batch] * 2, [1e-3, 5e-4], dpo.sft_loss, dpo.action_count,
-                      max_grad_norm=most)]
+    seen = []
+    log = dpo.train(model, optimizer, [batch] * 2, rates, dpo.sft_loss, dpo.action_count,
+                    max_grad_norm=most, on_step=seen.append)
+    assert seen == log
     after = weights(model)
     model = make_model(VOCABULARY, seed=3)
     adamw = torch.optim.AdamW(model.parameters(), weight_decay=decay)
     tokens = sum(sum(g.trajectories[0].action_mask[1:]) for g in batch)
-    for line, rate in zip(log, [1e-3, 5e-4], strict=True):
+    for line, rate in zip(log, rates, strict=True):
         # Eq. (5), as a mean over the batch's action tokens
         loss = -sum(log_p(model, g.trajectories[0]) for g in batch) / tokens
-        gradients(model, loss)
+        adamw.zero_grad()
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most).item()
         assert line["loss"] == pytest.approx(loss.item(), abs=1e-9)
         assert (line["norm"], line["lr"]) == (pytest.approx(norm, rel=1e-6), rate)
@@ -217,7 +205,7 @@ def test_steps_are_adamw_on_the_mean_gradient(most, decay):
 
 
 @pytest.mark.parametrize("steps, warmup, cosine, expected", [
-    # A warm-up of 0.2 of ten steps takes two of them.
+    # A warmup of 0.2 of ten steps takes two of them.
     (10, 0.2, False, [0.0, 0.5] + [1.0] * 8),
     (10, 0.2, True, [0.0, 0.5] + [0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]),
     (1, 0.1, True, [1.0])])  # a phase of one step trains
@@ -225,56 +213,53 @@ def test_learning_rates(steps, warmup, cosine, expected):
     assert dpo.learning_rates(steps, 1.0, warmup, cosine) == pytest.approx(expected)
 
 
-def test_a_loss_that_is_not_finite_names_the_tasks_and_changes_no_weights():
-    model = make_model(VOCABULARY, seed=3)
-    before = weights(model)
-    bad = group("webshop-train-7")
-    bad.trajectories[0].reference = math.nan
-    with pytest.raises(FloatingPointError, match="at step 1 on tasks webshop-train-7"):
-        trained([[bad]], model=model)
-    assert torch.equal(weights(model), before)
-
-
-@pytest.mark.parametrize("dtype, mode, last, says", [
-    (torch.float64, "train", [0, 0, 1], "training mode, .* use model.eval()"),
-    (torch.bfloat16, "eval", [0, 0, 1], "torch.bfloat16, .*; load the model with dtype="),
+@pytest.mark.parametrize("change, good_steps, says", [
+    # Errors of the last step are found before the first one.
+    (lambda model, t, pairs: model.train(), 1, "training mode, .* use model.eval()"),
+    (lambda model, t, pairs: model.bfloat16(), 1, "torch.bfloat16, .*; load the model with dtype="),
     # The first token has no log-probability.
-    (torch.float64, "eval", [1, 0, 0], "task 't', .* no action tokens .*; leave it out"),
-])
-def test_training_that_would_be_wrong_or_without_effect_is_refused(dtype, mode, last, says):
-    """Errors of the last step are found before the first one."""
-    model = getattr(make_model(VOCABULARY, dtype=dtype), mode)()
+    (lambda model, t, pairs: setattr(t, "action_mask", [1] + [0] * 10), 1,
+     "task 'b', .* no action tokens .*; leave it out"),
+    (lambda model, t, pairs: setattr(t, "ref_log_prob", None), 0,
+     "task 'b', .* no ref_log_prob; call dpo.add_references"),
+    (lambda model, t, pairs: setattr(t, "ref_log_prob", math.nan), 0, "nan, .* at step 1 on tasks b"),
+    (lambda model, t, pairs: [setattr(pair, "weight", [0.5]) for pair in pairs], 0,
+     r"margin or weight of shape \(3, 1\)")])
+def test_training_that_would_be_wrong_or_without_effect_is_refused(change, good_steps, says):
+    model = make_model(VOCABULARY).eval()
+    broken = group("b")
+    change(model, broken.trajectories[0], broken.pairs)
     before = weights(model)
-    some = [*random_trajectories(9, 12), Trajectory("t", ids=[5, 6, 7], action_mask=last)]
-    with pytest.raises(ValueError, match=says):
-        list(dpo.train(model, dpo.adamw(model), [[Group([t])] for t in some], [1e-3] * 3,
-                       dpo.sft_loss, dpo.action_count))
+    with pytest.raises((ValueError, FloatingPointError), match=says):
+        trained([[group()]] * good_steps + [[broken]], model=model)
     assert torch.equal(weights(model), before)
-    if dtype == torch.bfloat16:  # allowed without training
-        dpo.check_trainable(model.requires_grad_(False), [])
+
+
+def test_weights_that_are_not_trained_may_be_bf16():
+    dpo.check_trainable(make_model(VOCABULARY, dtype=torch.bfloat16).eval().requires_grad_(False), [])
 
 
 # --------------------------------------------------------------------------------------- batches
 
 
 def test_batches_have_every_group_once_in_each_epoch_and_keep_tasks_whole():
-    groups = []
-    for i, pairs in enumerate([3, 1, 2, 3, 9, 1, 1, 2]):
-        [t] = random_trajectories(4, task=str(i))
-        groups.append(Group([t], [Pair("k", t, t)] * pairs))
+    groups = [Group([Trajectory(str(i))], [None] * pairs)
+              for i, pairs in enumerate([3, 1, 2, 3, 9, 1, 1, 2])]
     made = dpo.batches(groups, 4, random.Random(0), epochs=5)
     assert all(dpo.pair_count(batch) <= 4 or len(batch) == 1 for batch in made)
     order = "".join(t.task for batch in made for t in dpo.trajectories_of(batch))
     epochs = {order[n:n + 8] for n in range(0, len(order), 8)}
     assert len(epochs) == 5 and all(sorted(epoch) == [*"01234567"] for epoch in epochs)
     # A batch is from one epoch. Tasks without pairs count as 1 each, as in SFT.
-    made = dpo.batches([Group(group.trajectories) for group in groups], 3, random.Random(0), epochs=2)
+    for group in groups:
+        group.pairs = []
+    made = dpo.batches(groups, 3, random.Random(0), epochs=2)
     assert [len(batch) for batch in made] == [3, 3, 2] * 2
 
 
 def test_the_size_of_micro_batches():
-    groups = [group(str(n), n) for n in range(4)]  # of 34 tokens each
-    for tokens, most in [(1, 1), (67, 1), (100, 2), (1000, 4)]:
+    groups = [group(str(n), n) for n in range(4)]  # of 3 x 16 tokens each, with padding
+    for tokens, most in [(1, 1), (95, 1), (96, 2), (1000, 4)]:
         parts = dpo.micro_batches(groups, partial(dpo.fits_in_pass, tokens=tokens))
         assert max(map(len, parts)) == most
         assert sorted(g.trajectories[0].task for part in parts for g in part) == [*"0123"]

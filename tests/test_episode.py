@@ -3,16 +3,17 @@
 import itertools
 import random
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from conftest import LIMIT, Toy, one_token_at_a_time
+from conftest import LIMIT, Toy
 
 from common.settings import UsageError
 from dpo import Trajectory
 from engine import rollouts
+from engine.generation import make_generator
 from engine.sampling import TokenSampler
-from engine.self_check import make_generator
 from envs import EnvError, Step, episode
 
 
@@ -32,16 +33,22 @@ class Echo(Toy):
         return Step(page, 0.25 * self.turns, done, 0.5 * self.turns)
 
 
-def play(agent, make_env=Echo, temperature=1.0, slots=3):
+def play(agent, make_env=Echo, temperature=1.0, slots=3, backend="kv_cache"):
     """Plays eight episodes, each with its own RNG, like a run does. Each ends once."""
     model, encoder = agent
-    draw = TokenSampler(encoder.sampler(temperature), encoder, Echo.stops)
-    answer = make_generator("kv_cache", model, draw, slots, 400, 8, 100)
+    sampler = TokenSampler(encoder.sampler(temperature), encoder, Echo.stops)
+    generate = make_generator(backend, model, sampler, slots, 400, 8, 100)
     trajectories = [Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in range(8)]
     over = []
-    rollouts.play(make_env, encoder, trajectories, answer, slots, 400, over.append)
+    rollouts.play(make_env, encoder, trajectories, generate, slots, 400, over.append)
     assert sorted(t.task for t in over) == [t.task for t in trajectories]
     return trajectories
+
+
+def check_equal(trajectories, others):
+    for t, other in zip(trajectories, others, strict=True):
+        assert t.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        assert replace(t, log_probs=[]) == replace(other, log_probs=[])
 
 
 def log_probs_of(ids):
@@ -51,17 +58,17 @@ def log_probs_of(ids):
 
 def scripted(encoder, replies, max_tokens=400):
     """Returns an episode whose agent replies with these ids, or None, and its prompts."""
-    t = Trajectory("toy-train-3", "target", 1, 0, seed=3)
+    t = Trajectory("toy-train-3", seed=3, reward=1.0, messages=[{}])  # of an earlier attempt
     prompts = []
     running = episode(Echo(), encoder, t, max_tokens)
-    try:
-        asked, _ = next(running)
+    with suppress(StopIteration):
+        asked, rng = next(running)
+        assert rng.random() == random.Random(3).random()
         for ids in replies:
-            prompts.append(list(asked.ids))
+            prompts.append([*asked.ids])
             asked, _ = running.send(ids and (ids, log_probs_of(ids)))
-    except StopIteration:
-        return t, prompts
-    pytest.fail("the episode is not over")
+        pytest.fail("the episode is not over")
+    return t, prompts
 
 
 @pytest.fixture
@@ -96,59 +103,31 @@ def test_an_episode_by_hand(encoder):
 
 
 def test_an_episode_whose_context_is_full_ends_there(encoder):
-    reply = [7] * 9  # and its end of turn, 10 tokens
-    # An agent that can read no further has not replied.
     start, _ = scripted(encoder, [None])
-    size = len(start.ids)
     assert start.ids == encoder.start(start.messages)
-    assert (start.ended, start.turns, start.reward) == ("context_limit", 0, 0.0)
-
-    # A reply that fills it is taken back whole, with its log-probabilities.
-    t, _ = scripted(encoder, [reply], size + 10)
-    assert (t.ids, t.log_probs, t.ended) == (start.ids, [], "context_limit")
-    assert t.messages == start.messages
-
-    # So is a page after which no reply would fit; the reply before it stays, and its reward.
-    t, _ = scripted(encoder, [reply], size + 11)
-    assert t.ids == start.ids + reply + [encoder.end_of_turn]
-    assert (t.turns, t.reward, t.ended, len(t.messages)) == (1, 0.25, "context_limit", 2)
-
-    # An opening that fills it is never shown.
-    t = Trajectory("toy-train-3", reward=1.0)
-    assert list(episode(Echo(), encoder, t, size)) == []
-    assert (t.ids, t.messages, t.reward, t.ended) == ([], [], 0.0, "context_limit")
-
-
-def played_alone(agent, task, seed, temperature):
-    """Plays an episode with a full forward pass for each token, with at most four replies of eight
-    tokens. Returns (ids, mask, reward) and the log-probabilities."""
-    model, encoder = agent
-    env = Echo()
-    rng = random.Random(seed)
-    ids = encoder.start(env.opening(env.reset(task)))
-    mask = [0] * len(ids)
-    logs = []
-    for turn in range(4):
-        new, log_probs = one_token_at_a_time(model, encoder, ids, rng, temperature, 8)
-        logs += log_probs
-        added = [] if new[-1] == encoder.end_of_turn else [encoder.end_of_turn]
-        step = env.step(encoder.decode(new).strip())
-        over = step.done or turn == 3
-        page = [] if over else encoder.observation(step.observation)
-        ids = ids + new + added + page
-        mask = mask + [1] * len(new) + [0] * len(added + page)
-        if over:
-            return (ids, mask, step.reward), logs
+    size = len(start.ids)
+    whole = [7] * 9 + [encoder.end_of_turn]
+    for reply, max_tokens, expected in [
+            # An agent that can read no further has not replied.
+            (None, 400, (start.ids, 0, 0.0, 1)),
+            # A reply that fills it is taken back whole, with its log-probabilities.
+            (whole[:9], size + 10, (start.ids, 0, 0.0, 1)),
+            # So is a page after which no reply would fit; the reply before it stays, and its reward.
+            (whole[:9], size + 11, (start.ids + whole, 1, 0.25, 2)),
+            # An opening that fills it is never shown.
+            (None, size, ([], 0, 0.0, 0))]:
+        t, _ = scripted(encoder, [reply], max_tokens)
+        assert (t.ids, t.turns, t.reward, len(t.messages)) == expected
+        assert t.ended == "context_limit" and len(t.log_probs) == sum(t.action_mask)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
     """Compares each episode with one that is played alone, without a KV cache."""
+    played = play(agent, temperature=temperature)
+    check_equal(played, play(agent, temperature=temperature, slots=1, backend="single"))
     words = set()
-    for n, t in enumerate(play(agent, temperature=temperature)):
-        alone, logs = played_alone(agent, t.task, t.seed, temperature)
-        assert (t.ids, t.action_mask, t.reward) == alone
-        assert t.log_probs == pytest.approx(logs, abs=1e-5)
+    for n, t in enumerate(played):
         # Every third task is done after two replies.
         assert (t.ended, t.turns) == (("turn_limit", 4) if n % 3 else ("done", 2))
         words.update(i for i, acts in zip(t.ids, t.action_mask) if acts)
@@ -180,34 +159,26 @@ def breaking(*at, error=EnvError("the shop is gone")):
 
 def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agent, monkeypatch):
     monkeypatch.setattr(rollouts, "WAITS", [0.0] * 12)
-    expected = play(agent)
     closed = []
     env = breaking(*random.Random(0).sample(range(1, 40), 12))
     env.close = lambda self: closed.append(self)
-    for t, alike in zip(play(agent, env), expected, strict=True):
-        assert t.log_probs == pytest.approx(alike.log_probs, abs=1e-9)
-        assert replace(t, log_probs=[]) == replace(alike, log_probs=[])
+    check_equal(play(agent, env), play(agent))
     assert next(env.calls) > 40
     assert len(closed) == 12 + 3  # at each fault, and those of three slots at the end
 
 
-def test_an_environment_that_breaks_for_good_ends_the_play(agent, monkeypatch):
+@pytest.mark.parametrize("error, waits", [
+    (EnvError("the shop is gone"), [0.5, 5.0, 25.0]),
+    # A bug or a wrong setting is no fault of the environment.
+    (KeyError("a bug"), []), (UsageError("flag"), [])])
+def test_an_environment_that_breaks_for_good_ends_the_play(error, waits, agent, monkeypatch):
     """It ends after the waits. The interrupted episode is not recorded as a failure."""
-    waits = []
-    monkeypatch.setattr(rollouts.time, "sleep", waits.append)
-    env = breaking(*range(9, 999))
-    with pytest.raises(EnvError, match="the shop is gone"):
-        play(agent, env, slots=1)
-    assert waits == [0.5, 5.0, 25.0]
-    assert next(env.calls) == 9 + 3 + 1
-
-
-@pytest.mark.parametrize("error", [KeyError("a bug"), UsageError("flag")])
-def test_a_bug_or_a_wrong_setting_is_no_fault_of_the_environment(agent, error, monkeypatch):
-    monkeypatch.setattr(rollouts.time, "sleep", lambda seconds: pytest.fail("it was repeated"))
+    waited = []
+    monkeypatch.setattr(rollouts.time, "sleep", waited.append)
+    env = breaking(*range(9, 999), error=error)
     with pytest.raises(type(error)) as raised:
-        play(agent, breaking(12, error=error))
-    assert raised.value is error
+        play(agent, env, slots=1)
+    assert (raised.value, waited, next(env.calls)) == (error, waits, 10 + len(waits))
 
 
 class Hole(Toy):
@@ -240,9 +211,8 @@ def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch)
         def reset(self, task):
             if task == "toy-train-0":
                 raise EnvError("gone")
-            if task == "toy-train-1":
-                release.wait(LIMIT)
-                went_on.append(task)
+            release.wait(LIMIT)
+            went_on.append(task)
             return super().reset(task)
 
     with pytest.raises(EnvError, match="gone"):

@@ -6,34 +6,38 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, Qwen3Config, RwkvConfig
 
+from dpo import Group, Trajectory
 from engine import machine
 from engine.machine import SLOTS, check_memory, slots_that_fit, training_bytes
 
 H100 = 84.8e9  # bytes
 LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
                         intermediate_size=11008, num_attention_heads=32)
-QWEN3_4B = Qwen3Config(num_hidden_layers=36, hidden_size=2560, intermediate_size=9728,
-                       num_attention_heads=32, vocab_size=151936, head_dim=128,
+
+
+def qwen3(hidden, intermediate, layers=28, heads=16):
+    return Qwen3Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
+                       num_attention_heads=heads, vocab_size=151936, head_dim=128,
                        num_key_value_heads=8, tie_word_embeddings=True)
-QWEN3_06B, QWEN3_17B = (
-    Qwen3Config(num_hidden_layers=28, hidden_size=hidden, intermediate_size=3 * hidden,
-                num_attention_heads=16, vocab_size=151936, head_dim=128, num_key_value_heads=8,
-                tie_word_embeddings=True) for hidden in (1024, 2048))
 
 
-@pytest.mark.parametrize("config, free, tokens, bf16, slots", [
-    # By hand: a prefill needs the activations of a layer and a mask. A row needs the keys and values
-    # of 32 layers, 2 x 32 x 4096 x 2 bytes a token, and the logits that a token is sampled from.
-    (LLAMA2_7B, H100 - 13.5e9, 4096, True, int(
-        (0.92 * (H100 - 13.5e9) - 4096 * (2 * (6 * 4096 + 3 * 11008) + 12 * 4096))
-        / (2 * 32 * 4096 * 2 * 4096 + 32 * 32000))),
-    (LLAMA2_7B, 57e9, 4096, False, int(
-        (0.92 * 57e9 - 4096 * (4 * (6 * 4096 + 3 * 11008) + 12 * 4096))
-        / (2 * 32 * 4096 * 4 * 4096 + 32 * 32000))),
-    (LLAMA2_7B, 1.5e9, 4352, True, 1), (QWEN3_4B, H100 - 8e9, 4352, True, 108),
-    (QWEN3_4B, 8 * H100, 4352, True, SLOTS), (RwkvConfig(), 8e9, 1024, True, SLOTS)])
-def test_slots_fill_what_is_free(config, free, tokens, bf16, slots):
-    assert slots_that_fit(config, free, tokens, bf16) == slots
+QWEN3_06B, QWEN3_17B, QWEN3_4B = qwen3(1024, 3072), qwen3(2048, 6144), qwen3(2560, 9728, 36, 32)
+
+
+@pytest.mark.parametrize("free, bf16, size", [(H100 - 13.5e9, True, 2), (57e9, False, 4)])
+def test_slots_by_hand(free, bf16, size):
+    """A prefill needs the activations of a layer and a mask. A row needs the keys and values of 32
+    layers, and the logits that a token is sampled from. A number has `size` bytes."""
+    prefill = 4096 * (size * (6 * 4096 + 3 * 11008) + 12 * 4096)
+    row = 2 * 32 * 4096 * size * 4096 + 32 * 32000
+    assert slots_that_fit(LLAMA2_7B, free, 4096, bf16) == int((0.92 * free - prefill) / row)
+
+
+@pytest.mark.parametrize("config, free, slots", [
+    (LLAMA2_7B, 1.5e9, 1), (QWEN3_4B, H100 - 8e9, 108), (QWEN3_4B, 8 * H100, SLOTS),
+    (RwkvConfig(), 8e9, SLOTS)])
+def test_slots_are_between_1_and_the_limit(config, free, slots):
+    assert slots_that_fit(config, free, 4352) == slots
 
 
 @pytest.mark.parametrize("config, parameters, recompute, peaks", [
@@ -64,10 +68,12 @@ def test_a_model_that_does_not_fit_is_refused(card, ranks, parameters, says, mon
 def test_a_group_that_exceeds_a_forward_pass_is_planned_as_a_whole(group, ranks, on, monkeypatch):
     """A group is one micro-batch, of which each rank keeps ceil(group / ranks) trajectories. On a GPU
     that holds one pass of 4,096 tokens and no more, gradient checkpointing depends on this."""
-    config, settings = LLAMA2_7B, SimpleNamespace(model="m", max_tokens=4096, gradient_checkpointing="auto")
-    needed = sum(training_bytes(config, 1e9, ranks, 4096, False)) / machine.FREE
+    s = SimpleNamespace(model="m", max_tokens=4096)
+    needed = sum(training_bytes(LLAMA2_7B, 1e9, ranks, 4096, False)) / machine.FREE
     monkeypatch.setattr(machine, "free_memory", lambda: needed + 1e9)
     monkeypatch.setattr(machine, "check_memory", lambda *_: None)
-    own = SimpleNamespace(device=SimpleNamespace(type="cuda"), ranks=ranks, tokens_per_forward=4096)
-    machine.Machine.plan(own, settings, config, 1e9, False, group)
-    assert own.recompute == on
+    own = SimpleNamespace(device=SimpleNamespace(type="cuda"), ranks=ranks, tokens_per_forward=4096,
+                          checkpointing="auto")
+    machine.Machine.plan(own, s, LLAMA2_7B, 1e9, False)
+    groups = [Group([Trajectory(ids=[0])]), Group([Trajectory(ids=[0] * 4096)] * group)]
+    assert machine.Machine.recomputes(own, groups) == on
