@@ -616,9 +616,7 @@ def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal():
     assert "bash run.sh page 'my runs/a'" in command.closing_lines(done, "")  # without a page
 
 
-@pytest.mark.parametrize("flags, status", [
-    (("--help", "all"), -signal.SIGPIPE), ((), 128 + signal.SIGPIPE)])
-def test_a_closed_pipe_ends_the_program_silently(flags, status, small_model, tmp_path):
+def test_a_closed_pipe_ends_the_help_silently(tmp_path):
     """As with `| head`, the next output ends the program."""
     read, write = os.pipe()
     os.close(read)
@@ -626,9 +624,9 @@ def test_a_closed_pipe_ends_the_program_silently(flags, status, small_model, tmp
     def without_a_reader():
         sys.stdout = open(write, "w")
         os.dup2(write, 1)
-        in_toy("--model", small_model, "--out", tmp_path / "run", *flags)
+        in_toy("--help", "all")
 
-    assert ended(fork(without_a_reader, tmp_path / "said")) == status
+    assert ended(fork(without_a_reader, tmp_path / "said")) == -signal.SIGPIPE
     assert (tmp_path / "said").read_text() == ""
 
 
