@@ -100,8 +100,9 @@ Share = limited(float, "must be at least 0 and below 1", lambda x: 0 <= x < 1)
 # quotients must be within the range of float32.
 Temperature = limited(float, "must be 0 (greedy decoding) or at least 0.001",
                       lambda x: x == 0 or x >= 0.001)
-OldFile = limited(Optional[str], "does not exist; give an existing file or folder",
-                  lambda name: Path(name).exists())
+# A pipe, as in --experts <(zcat FILE), is refused, because a resumed run could not read it again.
+OldFile = limited(Optional[str], "does not exist, or is a pipe; give an existing file or folder",
+                  lambda name: Path(name).is_file() or Path(name).is_dir())
 # A condition on settings that select a real environment, such as a WebShop server. The model "tiny"
 # cannot be used in real environments, because its vocabulary contains only the words of the
 # built-in environments.

@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from common.files import check_version, read_json, remove
+from common.files import check_version, copy_folder, read_json, remove
 from common.settings import FREE, UsageError, has_mark, settings_of
 from engine.code import code_differences
 from engine.console import counted
@@ -117,22 +117,24 @@ def copy(source: Path, target: Path) -> None:
     remove(target)  # an interrupted copy may have left an incomplete target
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target, copy_function=link)
+        copy_folder(source, target, link)
     else:
         shutil.copyfile(source, target)
 
 
-def link(source: str, target: str) -> None:
+def link(source: Path, target: Path) -> None:
     """Makes a hard link to a weight file, or a copy of any other file.
 
     Other files are copied, because users may edit them, and an edit must not change the original
-    run. Users do not edit weight files.
+    run. Users do not edit weight files. A weight file is also copied if a new file would have
+    another mode, for example because the other run belongs to another user.
     """
-    try:
-        if not source.endswith((".safetensors", ".pt")):
-            raise OSError
-        os.link(source, target)
-    except OSError:
-        # Copy the file, because it is not a weight file, or because `target` is on another disk,
-        # where a hard link is not possible.
-        shutil.copyfile(source, target)
+    target.touch()
+    is_weights = source.suffix in (".safetensors", ".pt")
+    if is_weights and target.stat().st_mode == source.stat().st_mode:
+        try:
+            target.unlink()
+            return os.link(source, target)
+        except OSError:  # `target` is on another disk, where a hard link is not possible
+            pass
+    shutil.copyfile(source, target)

@@ -183,7 +183,7 @@ def add_pairs(
 
 
 def trained_on(pairs: dict, run: Path, phases: dict) -> tuple[str, dict]:
-    """Returns the name of the agent that was trained on the pairs, and the rows of its margins.jsonl.
+    """Returns the name of the agent that was trained on the pairs, and its rows of margins.jsonl.
 
     A row of this file has the same keys as its pair, and also `first` and `last`. If no agent was
     trained on the pairs yet, the name is "" and there are no rows.
