@@ -49,7 +49,7 @@ def take(run, branch: str, now: dict) -> dict:
 
     # 2. Compare the settings.
     config = read_json(source / "config.json")
-    changes = differing_settings(config["settings"], now)
+    changes = differing_settings(config["settings"], now, settings_of(type(run.settings)))
     options = type(run.options)
     env_options = [name for name in settings_of(options) if not has_mark(options, name, FREE)]
     conflicts = [changes[name] for name in ("env", *env_options, "model", "view")
@@ -98,16 +98,18 @@ def settings_of_run(branch: str) -> dict:
     return read_json(config).get("settings", {}) if config.exists() else {}
 
 
-def differing_settings(before: dict, now: dict) -> dict[str, str]:
+def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str]:
     """Compares the settings of two runs, and returns a dict of those that differ.
 
     The dict maps the name of a setting to a description such as "beta (0.1 -> 0.2)". If a run does
-    not have the setting, the description contains "-" instead of a value.
+    not have the setting, the description contains "-" instead of a value. A setting that has the
+    value of the one that it follows in both runs is left out.
     """
     changes = {}
     for name in sorted(before.keys() | now.keys()):
         values = before.get(name, "-"), now.get(name, "-")
-        if values[0] != values[1] and name not in ("out", "branch"):
+        follows = name in declared and all(map(declared[name].has_followed, (before, now)))
+        if values[0] != values[1] and not follows and name not in ("out", "branch"):
             changes[name] = f"{name} ({values[0]} -> {values[1]})"
     return changes
 
