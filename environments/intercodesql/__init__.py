@@ -38,7 +38,7 @@ class Options(ProtocolOptions):
         # the tiny model made by exploring does not improve the validation reward.
         #
         # rejected_ends: If the DPO loss includes the end-of-turn tokens of rejected replies, 43% of
-        # the episodes end in a reply that does not stop (docs/results.md).
+        # the episodes end in a reply that does not stop (docs/studies.md).
         #
         # sft_epochs, sft_lr: These values were chosen with seeds 0 to 2, so that agents can still
         # improve after SFT. The success rates after SFT are:
@@ -47,7 +47,7 @@ class Options(ProtocolOptions):
         # With seeds 0 to 2, 29% to 41% of the failures are hard negatives.
         #
         # lambda_sft: We tried 0.1, 0.5 and 1. The default of 0.1 gives the highest validation
-        # reward (docs/results.md).
+        # reward (docs/studies.md).
         "tiny": dict(train_tasks=100, rollouts=4, max_tokens=512, max_new_tokens=48,
                      sft_epochs=4, sft_lr=3e-4, dpo_lr=3e-5, dpo_lr_later=3e-5, grpo_lr=1e-4,
                      grpo_kl=0.2, start_from="train", rejected_ends="leave out"),

@@ -26,7 +26,7 @@ class Options(ProtocolOptions):
         #     4 epochs instead: 0.12 to 0.22, and 38%
         #
         # lambda_sft: We tried 0.1, 0.5 and 1. The default of 0.1 gives the highest validation
-        # reward (docs/results.md).
+        # reward (docs/studies.md).
         "tiny": dict(iterations=2, train_tasks=100, task_types="short", max_tokens=1280,
                      max_new_tokens=24, slots=4, sft_epochs=10, sft_lr=1e-3,
                      dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=5e-5),

@@ -30,7 +30,7 @@ class Options(ProtocolOptions):
         # results on `unseen`, because `validation` contains no unseen families.
         #
         # lambda_sft: We tried 0.1, 0.5 and 1. The value 1 gives the highest reward on `validation`
-        # (docs/results.md).
+        # (docs/studies.md).
         "tiny": dict(train_tasks=100, rollouts=4, max_tokens=768, max_new_tokens=32,
                      sft_epochs=3, sft_lr=1e-4, dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=1e-4,
                      grpo_kl=0.2, lambda_sft=1.0),
