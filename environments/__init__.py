@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.settings import Stated, UsageError
-from envs import Environment, Stuck
+from envs import Environment, Step, Stuck
 
 # The names of all environments. The commands accept these names.
 ENVIRONMENTS = tuple(sorted(
@@ -93,6 +93,18 @@ def converse(env: Environment, observation: str,
         observation = step.observation
         messages.append({"role": "user", "content": observation})
     return messages, step.reward
+
+
+def replay(env: Environment, task, replies: list[str]) -> list[Step]:
+    """Plays an episode of a task's value with fixed replies, until the episode or the list ends.
+    Returns the steps."""
+    env.start(task)
+    steps = []
+    for reply in replies[:env.max_turns]:
+        steps.append(env.step(reply))
+        if steps[-1].done:
+            break
+    return steps
 
 
 def saying(replies: Iterable[str]) -> Callable[[str], str]:

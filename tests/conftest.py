@@ -13,10 +13,11 @@ import tempfile
 import threading
 import time
 import traceback
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -279,6 +280,20 @@ def wait_until(condition, what, seconds=300):
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
         time.sleep(0.01)
+
+
+def wait_for_end(processes):
+    """Waits until these processes of psutil have ended."""
+    def lives(process):
+        with suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+    wait_until(lambda: not any(map(lives, processes)), f"the end of {processes}")
+
+
+def table(text):
+    """Returns the rows of a table, one a line. Its cells are separated by `->`."""
+    return [[*map(str.strip, line.split("->"))] for line in text.strip().splitlines()]
 
 
 LIMIT = 900  # seconds that a test may take with its fixtures; the longest takes about 30 [ours]

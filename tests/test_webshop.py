@@ -5,18 +5,14 @@ import json
 import re
 import subprocess
 import sys
-from statistics import mean
 
 import pytest
-from conftest import DATA, ROOT
+from conftest import DATA, ROOT, table
 
-import environments
 import envs
-from environments import make
 from environments.webshop import catalogue
 from environments.webshop import shop as webshop
 from environments.webshop.shop import WebShop
-from evolve import tells
 
 
 def test_reward_agrees_with_the_official_reward_on_all_vectors():
@@ -32,11 +28,12 @@ def test_texts_are_compared_by_words_without_the_characters_128_to_255():
     assert webshop.token_set_ratio("!!", "!!") == 0
 
 
+CATEGORY = "Home › Kitchen › Kettles"
 KETTLE = {"name": "Enamel Kettle", "Title": "Enamel Kettle", "query": "kettle",
-          "product_category": "Home › Kitchen › Kettles", "Attributes": ["easy clean"],
+          "product_category": CATEGORY, "Attributes": ["easy clean"],
           "BulletPoints": ["Stays cool"], "Description": "Drip free."}
 WANT = {"name": "Enamel Kettle", "query": "kettle", "price_upper": 30.0,
-        "product_category": "Home › Kitchen › Kettles",
+        "product_category": CATEGORY,
         "attributes": ["easy clean", "drip free"], "goal_options": ["navy", "large"]}
 
 
@@ -61,39 +58,36 @@ ITEM = HEAD + ("< Prev [SEP] color [SEP] navy [SEP] sand [SEP] size [SEP] large 
 DONE = "Thank you for shopping with us! [SEP] Your code:"
 
 
-def small_shop(*actions, view="full"):
-    """Returns a shop of three kettles, two on a page, after some actions, and the last
-    observation."""
-    shop = WebShop(view, SMALL)
+def small_shop(actions="", view="full", data=SMALL):
+    """Returns a shop of three kettles, two on a page, after some actions, and their steps."""
+    shop = WebShop(view, data)
     shop.page_size = 2
-    observation = shop.reset("webshop-train-0")
-    for action in actions:
-        observation = shop.step(action).observation
-    return shop, observation
+    shop.reset("webshop-train-0")
+    return shop, [shop.step(action) for action in actions.split("; ") if action]
 
 
-OPEN = ("search[kettle]", "click[B0AAAAAAAA]")
+OPEN = "search[kettle]; click[B0AAAAAAAA]"
 
 
-@pytest.mark.parametrize("actions, text", [
-    ((), SEARCH),
-    (("search[KETTLE]",), PAGE_1),
-    (("search[teapot]",), HEAD + "Page 1 (Total results: 0) [SEP] Next >"),
-    (("search[kettle]", "click[Next >]", "click[next >]"), PAGE_3),  # past the end
-    (("search[kettle]", "click[Next >]", "click[< Prev]"), PAGE_1),
-    (("search[kettle]", "click[Back to Search]"), SEARCH),
-    ((*OPEN, "click[navy]", "click[Large]"), ITEM),  # chosen options are not shown
-    (("search[kettle]", "click[Next >]", "click[b0bbbbbbbb]", "click[< Prev]"), PAGE_2),
-    ((*OPEN, "click[Description]"), HEAD + "< Prev [SEP] Drip free."),
-    ((*OPEN, "click[Features]"), HEAD + "< Prev [SEP] one [SEP] two"),
-    ((*OPEN, "click[Reviews]"), HEAD + "< Prev"),
-    ((*OPEN, "click[Attributes]"), HEAD + "< Prev [SEP] easy clean [SEP] bpa free [SEP] Home [SEP] "
-     "kettle [SEP] Home › Kitchen › Kettles"),  # as the official attributes_page.html
-    ((*OPEN, "click[Reviews]", "click[< Prev]"), ITEM),
-    ((*OPEN, "click[Buy Now]"), DONE),
-])
+@pytest.mark.parametrize("actions, text", table(f"""
+    search[KETTLE] -> {PAGE_1}
+    search[teapot] -> {HEAD}Page 1 (Total results: 0) [SEP] Next >
+    search[kettle]; click[Next >]; click[next >] -> {PAGE_3}
+    search[kettle]; click[Next >]; click[< Prev] -> {PAGE_1}
+    search[kettle]; click[Back to Search] -> {SEARCH}
+    {OPEN}; click[navy]; click[Large] -> {ITEM}
+    search[kettle]; click[Next >]; click[b0bbbbbbbb]; click[< Prev] -> {PAGE_2}
+    {OPEN}; click[Description] -> {HEAD}< Prev [SEP] Drip free.
+    {OPEN}; click[Features] -> {HEAD}< Prev [SEP] one [SEP] two
+    {OPEN}; click[Reviews] -> {HEAD}< Prev
+    {OPEN}; click[Attributes] -> {HEAD}< Prev [SEP] easy clean [SEP] bpa free [SEP] Home [SEP] kettle [SEP] {CATEGORY}
+    {OPEN}; click[Reviews]; click[< Prev] -> {ITEM}
+    {OPEN}; click[Buy Now] -> {DONE}
+"""))
 def test_text_of_every_kind_of_page(actions, text):
-    assert small_shop(*actions)[1] == text
+    """Page 3 is past the end. Chosen options are not shown. Attributes are as on the official page.
+    """
+    assert small_shop(actions)[1][-1].observation == text
 
 
 def test_of_options_that_share_a_value_the_last_is_chosen():
@@ -103,39 +97,42 @@ def test_of_options_that_share_a_value_the_last_is_chosen():
     product = {**KETTLE, "asin": "B0AAAAAAAA", "price": 20.0, "options": options}
     goal = {**WANT, "attributes": ["easy clean"], "goal_options": ["natural", "large", "black"],
             "instruction": "i need a kettle"}
-    shop = WebShop(data=catalogue.ShopData([product], {"train": [goal], "test": []}, []))
-    shop.reset("webshop-train-0")
-    for action in (*OPEN, "click[natural]", "click[black]"):
-        shop.step(action)
-    assert shop.step("click[Buy Now]").reward == 0.8  # 1 attribute, 2 options, the price of 5
+    _, steps = small_shop(f"{OPEN}; click[natural]; click[black]; click[Buy Now]",
+                          data=catalogue.ShopData([product], {"train": [goal], "test": []}, []))
+    assert steps[-1].reward == 0.8  # 1 attribute, 2 options, the price of 5
 
 
-@pytest.mark.parametrize("before, action", [
-    ((), "click[Search]"),                            # not a button to click
-    ((), "Search[kettle]"),                           # names are case-sensitive
-    ((), "search[]"), ((), "Thought: search[kettle]\nAction: look around"),
-    ((), "search[a] and click[b]"),                   # the name runs up to the last bracket
-    (("search[kettle]",), "search[copper]"),          # search belongs to the search page
-    (("search[kettle]",), "click[B0BBBBBBBB]"),       # on the next page
-    (OPEN, "click[color]"),                           # an option's name
-    ((*OPEN, "click[navy]"), "click[navy]"),          # again
-])
-def test_an_invalid_action_keeps_the_page_and_the_reward(before, action):
-    shop, page = small_shop(*before)
+@pytest.mark.parametrize("before, action, why", table(f"""
+    -> click[Search] -> it is not a button to click
+    -> Search[kettle] -> names are case-sensitive
+    -> search[] -> no words
+    -> Thought: search[kettle] Action: look around -> another action
+    -> search[a] and click[b] -> the name runs up to the last bracket
+    search[kettle] -> search[copper] -> search belongs to the search page
+    search[kettle] -> click[B0BBBBBBBB] -> it is on the next page
+    {OPEN} -> click[color] -> an option's name
+    {OPEN}; click[navy] -> click[navy] -> again
+"""))
+def test_an_invalid_action_keeps_the_page_and_the_reward(before, action, why):
+    shop, _ = small_shop(before)
+    page = " [SEP] ".join(shop.page.pieces)
     step = shop.step(action)
-    assert step == envs.Step(page, 0.0, False) and step.idle
+    assert step == envs.Step(page, 0.0, False) and step.idle, why
 
 
-@pytest.mark.parametrize("clicks, reward", [
-    # 2 attributes, price 36 > 30: navy and large are 2 of 5 points, attributes 2 more.
-    ("", 2 / 5), ("navy", 3 / 5), ("navy large", 4 / 5), ("navy sand large", 3 / 5),
-    ("navy Description < Prev", 3 / 5),        # options survive a sub-page
-    ("navy < Prev B0AAAAAAAA", 2 / 5)])        # and are lost on the way to the results
-def test_a_purchase_ends_the_episode_with_the_reward_of_the_chosen_options(clicks, reward):
-    """No click is idle."""
-    shop, _ = small_shop(*OPEN)
-    steps = [shop.step(f"click[{text}]") for text in [*re.findall("< Prev|[^ ]+", clicks), "Buy Now"]]
-    assert steps[-1] == envs.Step(DONE, pytest.approx(reward), True)
+@pytest.mark.parametrize("clicks, points", table("""
+    click[Buy Now] -> 2
+    click[navy]; click[Buy Now] -> 3
+    click[navy]; click[large]; click[Buy Now] -> 4
+    click[navy]; click[sand]; click[large]; click[Buy Now] -> 3
+    click[navy]; click[Description]; click[< Prev]; click[Buy Now] -> 3
+    click[navy]; click[< Prev]; click[B0AAAAAAAA]; click[Buy Now] -> 2
+"""))
+def test_a_purchase_ends_the_episode_with_the_reward_of_the_chosen_options(clicks, points):
+    """2 attributes have 2 of 5 points, navy and large 2 more. The price of 36 is above 30. Options
+    survive a sub-page, and are lost on the way to the results."""
+    _, steps = small_shop(f"{OPEN}; {clicks}")
+    assert steps[-1] == envs.Step(DONE, pytest.approx(int(points) / 5), True)
     assert not any(step.idle for step in steps)
 
 
@@ -159,17 +156,16 @@ def test_search_ranks_by_bm25():
 
 
 def test_the_short_view_leaves_out_what_was_shown_before():
-    shop, text = small_shop(view="short")
-    assert shop.prompt == "" and text == "WebShop | Instruction: | i need a kettle | Search"
-    page = ("Page 1 (Total results: 3) | Next > | B0CCCCCCCC | Kettle | $9.0 | "
-            "B0AAAAAAAA | Enamel Kettle | $36.0")
-    seen = "Page 1 (Total results: 3) (seen)"
-    for action, text in [("search[kettle]", page), ("search[kettle]", seen),
-                         ("click[B0AAAAAAAA]", ITEM[len(HEAD):].replace(" [SEP] ", " | ")),
-                         ("click[navy]", "< Prev (seen)"),
-                         ("click[< Prev]", seen),
-                         ("click[Back to Search]", "WebShop (seen)")]:
-        assert shop.step(action).observation == text
+    shop, _ = small_shop(view="short")
+    assert shop.prompt == "" and shop.reset("webshop-train-0") == "WebShop | Instruction: | i need a kettle | Search"
+    for action, text in table(f"""
+            search[kettle] -> {PAGE_1}
+            search[kettle] -> Page 1 (Total results: 3) (seen)
+            click[B0AAAAAAAA] -> {ITEM}
+            click[navy] -> < Prev (seen)
+            click[< Prev] -> Page 1 (Total results: 3) (seen)
+            click[Back to Search] -> WebShop (seen)"""):
+        assert shop.step(action).observation == text.removeprefix(HEAD).replace("[SEP]", "|")
 
 
 def test_catalogue_is_built_of_near_twins():
@@ -216,19 +212,13 @@ def best_purchase(product, goal):
 def test_splits_share_no_goal_and_unseen_shares_no_product():
     """By brute force over products and options, all products that meet a goal are on its side."""
     data = catalogue.shop_data()
-    goals, asked = data.goals, {}
-    assert {k: len(v) for k, v in goals.items()} == {
-        "train": 600, "validation": 158, "test": 250, "unseen": 144}
+    goals = data.goals
     assert len({goal["instruction"] for split in goals.values() for goal in split}) == 1152
     families = {split: {goal["name"] for goal in goals[split]} for split in goals}
     assert families["test"] <= families["train"] and len(families["train"]) == 84
     assert len(families["unseen"]) == 12 and not families["unseen"] & families["train"]
     assert {p["Title"] for p in data.products if p["held_out"]} == families["unseen"]
     for split in goals:
-        for goal in goals[split]:  # no two splits ask for the same but for the limit
-            want = catalogue.read_instruction(goal["instruction"])
-            key = want["type"], *map(tuple, map(sorted, (want["attributes"], want["options"])))
-            assert asked.setdefault(key, split) == split
         for goal in goals[split][::10]:
             best = {p["asin"]: best_purchase(p, goal) for p in data.products
                     if p["query"] == goal["query"]}
@@ -250,14 +240,10 @@ def test_the_generated_data_are_the_same_in_every_process():
     assert len(seen) == 1
 
 
-@pytest.fixture(scope="module")
-def generator():
-    return make("webshop").task_generator()
-
-
-def test_goals_have_one_key_if_every_purchase_earns_the_same(generator):
+def test_goals_have_one_key_if_every_purchase_earns_the_same():
     """The key does not depend on words, order, or limits with no price in between."""
-    shop = generator.shop
+    shop = WebShop()
+    generator = shop.task_generator()
     for task in shop.tasks("train")[::60]:
         goal = shop.find(task)
         kind = [p for p in generator.products if p["query"] == goal["query"]]
@@ -271,18 +257,3 @@ def test_goals_have_one_key_if_every_purchase_earns_the_same(generator):
             assert (generator.key(other) == generator.key(goal)) == same
             if same:
                 assert generator.refusal(other) == "a goal of a split"
-
-
-@pytest.mark.parametrize("view", ["full", "short"])
-def test_the_expert_succeeds_and_no_goal_contains_its_solution(view, generator):
-    shop = WebShop(view)
-    for split in shop.splits:
-        rewards = []
-        for task in shop.tasks(split)[::3]:
-            messages, reward = environments.converse(shop, shop.reset(task), shop.expert())
-            replies = [turn["content"] for turn in messages[1::2]]
-            assert not tells(shop.find(task)["instruction"], replies)
-            assert re.fullmatch(r"(Thought: I should search for a .*\nAction: )?search\[.*]", replies[0])
-            assert ("Thought" in replies[0]) == (view == "full")
-            rewards.append(reward)
-        assert mean(rewards) > 0.98 and rewards.count(1) > 0.95 * len(rewards)

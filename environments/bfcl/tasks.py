@@ -9,7 +9,7 @@ import json
 import random
 from hashlib import sha256
 
-from environments import converse, leaves, saying, with_pairs, words_of
+from environments import leaves, replay, with_pairs, words_of
 from environments.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
 from environments.bfcl.data import CATEGORIES, functions, prose, tasks
 
@@ -183,7 +183,7 @@ class TaskGenerator:
     def _play(self, task: dict, replies: list[str]) -> tuple[float, list[str], str]:
         """Plays an episode with the given replies. Returns the reward, the results of the calls,
         and the states of the simulators at the end."""
-        _, reward = converse(self.env, self.env.start(task), saying(replies))
+        reward = replay(self.env, task, replies)[-1].reward
         return reward, self.env.results, self.env.simulators.states()
 
 

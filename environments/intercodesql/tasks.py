@@ -11,7 +11,7 @@ from contextlib import closing
 from functools import cache
 from hashlib import sha256
 
-from environments import converse, saying, words_of
+from environments import replay, words_of
 from environments.intercodesql import questions
 from environments.intercodesql.databases import ERROR, Sqlite, code_of
 from environments.intercodesql.questions import HELD_OUT, tables_of, worth_asking
@@ -205,8 +205,7 @@ class TaskGenerator:
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate.
 
-        The solution is run in two episodes. Both episodes must have the same messages and the
-        reward 1.
+        The solution is run in two episodes. Both must have the same observations and the reward 1.
 
         Returns:
             None if the candidate passes, and otherwise the reason why it does not.
@@ -214,16 +213,15 @@ class TaskGenerator:
         task, solution = candidate["task"], candidate["solution"]
         if len(solution) > self.env.max_turns:
             return "its solution is longer than an episode"
-        first, second = (converse(self.env, self.env.start(task), saying(solution))
-                         for _ in range(2))
-        if first != second:
+        steps = replay(self.env, task, solution)
+        if steps != replay(self.env, task, solution):
             return "its replays differ"
-        messages, reward = first
-        if any(message["content"].startswith(ERROR) for message in messages):
+        if any(step.observation.startswith(ERROR) for step in steps):
             return "an action of its solution fails"
-        if len(messages) != 2 * len(solution):
+        last = steps[-1]
+        if not last.done or len(steps) < len(solution):
             return "its solution does not end with a submission"
-        return None if reward == 1.0 else f"its solution earns {reward:.2f}"
+        return None if last.reward == 1.0 else f"its solution earns {last.reward:.2f}"
 
     def _successful(self, db: str, replies: list[str]):
         """Runs the queries in the replies, and yields each SELECT query that returned rows."""
