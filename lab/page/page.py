@@ -22,22 +22,15 @@ from markupsafe import Markup
 from engine.console import counted, headline
 from environments import first_reply
 from lab.page import figures, report
-from lab.runfiles import (
-    SOLVED,
-    agents_of,
-    command,
-    config_of,
-    is_finished,
-    phases_of,
-    phases_with,
-    rows_in,
-)
+from lab.runfiles import SOLVED, command, config_of, is_finished, phases_of, rows_in
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
-# Keys of a trajectory that the page includes. Token ids and other keys are left out.
-KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
-EPISODE = {"task", *KEPT} - {"raw_reward"}  # a row that has all these keys is a trajectory
+# The entries of a trajectory that the page includes. Token ids and others are left out.
+ENTRIES = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
+# The rows of .jsonl files are recognised by their entries, so a fork may rename files and phases.
+TRAJECTORY = {"task", *ENTRIES} - {"raw_reward"}
+PAIR = {"task", "kind", "chosen", "rejected", "weight", "sft_weight"}
 
 
 def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
@@ -54,7 +47,6 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
     s = config_of(run)["settings"]
     curves = figures.run_figure(run)
     data = conversations(run, megabytes)
-    lacking = sum(task["runs"][0]["messages"] is None for task in data["tasks"])
     style = (FILES / "page.css").read_text(encoding="ascii")
     script = (FILES / "page.js").read_text(encoding="ascii")
     policy = ["default-src 'none'", f"style-src {hash_source(style)}",
@@ -68,19 +60,19 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
         heading=headline(s), name=run.name, status=status_of(run), policy="; ".join(policy),
         style=Markup(style), script=Markup(script), data=base64.b64encode(deflated).decode(),
         curves=curves and figures.address(curves), settings=list(s.items()),
-        lacking=lacking, count=len(data["tasks"]), tables=report.tables(run),
+        lacking=sum(task["runs"][0]["messages"] is None for task in data["tasks"]),
+        count=len(data["tasks"]), hard=data["hard"], tables=report.tables(run),
         training=[(phase, figures.address(drawing))
                   for phase, drawing in figures.training_figures(run)])
     return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def status_of(run: Path) -> str:
-    """Returns the progress of a run as text: "finished", or the number of finished phases and the
-    last one."""
+    """Returns the progress of a run: "finished", or how many phases are finished, and the last."""
     if is_finished(run):
         return "finished"
-    phases = phases_of(run)
-    last = f", the last {[*phases][-1]}" if phases else ""
+    phases = [*phases_of(run)]
+    last = f", the last {phases[-1]}" if phases else ""
     return f"{counted(len(phases), 'phases')} so far{last}"
 
 
@@ -102,16 +94,21 @@ def conversations(run: Path, megabytes: float) -> dict:
     trajectories of the remaining tasks are listed without their messages.
     """
     s = config_of(run)["settings"]
-    phases = phases_of(run)
     runs = defaultdict(dict)  # task -> (agent, iteration, rollout) -> trajectory
-    for file, row in episodes_of(run, phases):
-        kept = {name: row[name] for name in KEPT if name in row}
-        kept["from"] = file.removesuffix(".jsonl")
-        kept["opening"] = first_reply(row["messages"], row["turns"])
-        runs[row["task"]].setdefault(name_of(row), kept)
     pairs = defaultdict(list)  # task -> preference pairs of this task
-    for row in phases_with(phases, "pairs", "trains"):
-        add_pairs(pairs, runs, run, row)
+    for output, record in phases_of(run).items():
+        # GRPO writes its episodes into the agent's folder.
+        file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
+        rows = rows_in(run / file)
+        for row in rows:
+            if TRAJECTORY <= row.keys():
+                entries = {name: row[name] for name in ENTRIES if name in row}
+                entries["from"] = file.removesuffix(".jsonl")
+                entries["opening"] = first_reply(row["messages"], row["turns"])
+                runs[row["task"]].setdefault(name_of(row), entries)
+        pair_rows = [row for row in rows if PAIR <= row.keys()]
+        if pair_rows:
+            add_pairs(pairs, runs, run / file, pair_rows, record["i"])
 
     texts = instructions(runs)
     tasks = []
@@ -122,69 +119,40 @@ def conversations(run: Path, megabytes: float) -> dict:
         if room <= 0:
             shown = [trajectory | dict(messages=None) for trajectory in shown]
         room -= size
-        tasks.append(dict(id=task, split=split_of(task, s["env"]), say=texts[task], runs=shown,
-                          pairs=pairs[task]))
-    return dict(tasks=tasks, success=SOLVED, agents=agents_of(phases), hard=s["hard_threshold"],
+        tasks.append(dict(id=task, say=texts[task], runs=shown, pairs=pairs[task]))
+    return dict(tasks=tasks, success=SOLVED, hard=s["hard_threshold"],
                 cut_turns=s.get("cut_turns", -1))
 
 
-def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
-    """Yields (file, trajectory) for each trajectory that the finished phases have written, in the
-    order of the phases."""
-    for output in phases:
-        # GRPO writes its episodes into the agent's folder.
-        file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
-        for row in rows_in(run / file):
-            if EPISODE <= row.keys():
-                yield file, row
-
-
 def name_of(row: dict) -> tuple:
-    """Returns (agent, iteration, rollout), which identifies a trajectory among all trajectories of
-    its task. Pairs files refer to trajectories in the same way."""
+    """Returns the (agent, iteration, rollout) by which a pair names a trajectory of its task."""
     return row["agent"], row["iteration"], row["rollout"]
-
-
-def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded: dict) -> None:
-    """Adds the pairs of a pairs file to `pairs`.
-
-    Args:
-        pairs: The pairs of each task.
-        runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
-            into the task's trajectories.
-        run: The folder that contains the pairs file.
-        recorded: The entry of phases.json for the phase that wrote the pairs file.
-
-    The keys `first` and `last` of an added pair are its log-probabilities and margin in the first
-    and last training step that used the pair. They are absent if no step has used it.
-    """
-    folder = (run / recorded["output"]).parent
-    trains = recorded["trains"]
-    # A row of margins.jsonl has the same keys as its pair, and also `first` and `last`.
-    margins = {name_of_pair(row): row for row in rows_in(folder / f"{trains}-agent/margins.jsonl")}
-    for row in rows_in(run / recorded["output"]):
-        task = row["task"]
-        sides = name_of(row["chosen"]), name_of(row["rejected"])
-        names = [*runs.get(task, {})]
-        if not {*sides} <= {*names}:
-            # The trajectory file is being recomputed and does not have this trajectory yet.
-            continue
-        chosen, rejected = map(names.index, sides)
-        measured = margins.get(name_of_pair(row), {})
-        pairs[task].append(row | measured | dict(chosen=chosen, rejected=rejected, trains=trains,
-                                                 iteration=recorded["i"]))
 
 
 def name_of_pair(row: dict) -> tuple:
     return row["task"], row["kind"], name_of(row["chosen"]), name_of(row["rejected"])
 
 
-def split_of(task: str, env: str) -> str:
-    """Returns the split of a task. A task id is ENV-SPLIT-NUMBER. Tasks of the user's own
-    trajectories (`run.sh learn`) may have any name, so their split is "own"."""
-    if task.startswith(f"{env}-"):
-        return task.removeprefix(f"{env}-").split("-")[0]
-    return "own"
+def add_pairs(pairs: dict[str, list], runs: dict[str, dict], file: Path, rows: list[dict],
+              iteration: int) -> None:
+    """Adds the rows of a pairs file to the pairs of each task.
+
+    `chosen` and `rejected` of an added pair are indices into the trajectories of its task. `first`
+    and `last` are its log-probabilities and margin in the first and last training step that used
+    it. They are absent if no step has used it.
+    """
+    trains = file.stem.partition("-")[2]  # pairs-target.jsonl has the pairs of target-agent
+    trained = rows_in(file.parent / f"{trains}-agent/margins.jsonl")
+    margins = {name_of_pair(row): row for row in trained}
+    for row in rows:
+        names = [*runs.get(row["task"], {})]
+        sides = [name_of(row["chosen"]), name_of(row["rejected"])]
+        if not {*sides} <= {*names}:
+            # The trajectory file is being recomputed and does not have this trajectory yet.
+            continue
+        chosen, rejected = map(names.index, sides)
+        pairs[row["task"]].append(row | margins.get(name_of_pair(row), {}) | dict(
+            chosen=chosen, rejected=rejected, trains=trains, iteration=iteration))
 
 
 def interest(runs) -> tuple:
