@@ -186,7 +186,7 @@ def is_edited(file: Path, row: dict) -> bool:
         row: The phase's record in phases.json. It contains the hash of the original file (`hash`),
             and its size and modification time (`stat`).
     """
-    return file.is_file() and stat_of(file) != row["stat"] and file_hash(file) != row["hash"]
+    return file.is_file() and stat_of(file) != row.get("stat") and file_hash(file) != row["hash"]
 
 
 def stat_of(file: Path) -> list[int]:

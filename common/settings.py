@@ -130,7 +130,7 @@ class Stated:
             values: The values of all settings, by name.
         """
         model = values["model"]
-        protocol = values.get("protocol", "ours")
+        protocol = f"--protocol {values.get('protocol', 'ours')}"
         names = ["", model, protocol, f"{model} {protocol}", f"--method {values['method']}"]
         return [*names, "quick", f"quick {model}"] if values.get("quick") else names
 

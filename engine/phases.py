@@ -280,7 +280,7 @@ class Phases:
         # 1. Compute the cache key.
         with prefix_errors(label):
             values = plain(parameters)
-            inputs_key = key_of(inputs, self.path_key)
+            inputs_key = self.keys_of(inputs)
             self.check_ranks([output, phase.__name__, inputs_key, values])
         cache_key = hash_of([phase.__name__, inputs_key, values, self.fingerprint])
 
@@ -294,7 +294,7 @@ class Phases:
             with prefix_errors(label):
                 value, numbers = with_numbers(value, values)
                 self.save(temporary(path), value, inputs)
-                if key_of(inputs, self.path_key) != inputs_key:
+                if self.keys_of(inputs) != inputs_key:
                     raise ValueError("it changed one of its inputs; let it change a copy")
             seconds = round(time.perf_counter() - started, 1)
             row = dict(function=phase.__name__, cache_key=cache_key, **values, seconds=seconds,
@@ -321,6 +321,10 @@ class Phases:
         if any(other != step for other in self.machine.gather([step])):
             raise ValueError("the ranks differ in the phase, its inputs or its parameters; make "
                              "the code between phases deterministic")
+
+    def keys_of(self, inputs: tuple) -> list:
+        """Returns the key of each input of a phase, see `key_of`."""
+        return [key_of(value, self.path_key) for value in inputs]
 
     def path_key(self, path: Path):
         """Returns the key of a file or of the folder of a model, see `hashes_of`."""

@@ -95,7 +95,7 @@ def phases_of(run: Path) -> dict[str, dict]:
         row.setdefault("i", int(folder[1]) if folder else 0)
         row["output"] = output
         row.pop("edited", None)
-        if is_edited(run / output, row):
+        if "hash" in row and is_edited(run / output, row):
             row["edited"] = True
     return phases
 
@@ -111,6 +111,21 @@ def explorations_in(phases: dict) -> list[dict]:
     in `evolve.py` are not included, because the explorer is not an agent of the run."""
     rows = phases_with(phases, "name", "episodes", "reward", "success", "hard_negative")
     return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
+
+
+def evaluations_in(phases: dict) -> list[dict]:
+    """Returns the records of the phases that evaluated an agent on a split."""
+    return phases_with(phases, "split", "name", "episodes", "reward", "success")
+
+
+def target_of(phases: dict) -> str:
+    """Returns the name of a run's target agent.
+
+    It is the agent called "target". If a modified copy of coevolve.py has renamed its agents, it is
+    the agent that the run evaluates first.
+    """
+    names = [row["name"] for row in evaluations_in(phases)]
+    return names[0] if names and "target" not in names else "target"
 
 
 def agents_of(phases: dict) -> list[str]:

@@ -223,7 +223,7 @@ def kills_until_it_ends(work, folder, said, seed=0) -> int:
         The number of kills.
     """
     rng = random.Random(seed)
-    killed = said.with_name("killed")
+    killed = said.with_suffix(".kills")
     killed.write_text("")
     while True:
         numbers = random.Random(rng.random())

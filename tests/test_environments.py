@@ -10,9 +10,9 @@ from conftest import make_tokenizer
 
 import environments
 import envs
-from common.files import write_jsonl
 from dpo import Trajectory
 from engine.chat import Encoder
+from engine.trajectories import write as write_jsonl
 from environments import expert_files
 from environments.webshop import shop
 from evolve import Explored

@@ -352,16 +352,11 @@ def test_the_task_set_grows_from_signals(run):
     first, second, third = (rows(r, f"iter{i}/tasks.jsonl") for i in range(3))
     assert 0 < len(first) <= 5 and len(third) > len(first)
     assert third[:len(second)] == second and second[:len(first)] == first  # each is written whole
-    numbers = [row["definition"]["number"] for row in third]
-    assert len({*numbers}) == len(numbers)
-    assert not any(n % 2 == 1 or n % 7 == 0 for n in numbers)  # what the generator refused
     for i, d in (1, first), (2, second):
         # Its steps are on D as it was; then every pick was explored twice.
         log = rows(r, f"iter{i}/target-agent/train.jsonl")
         assert [(row["step"], row["D"]) for row in log] == [(2 * i - 1, len(d)), (2 * i, len(d))]
-        episodes = read(r.folder / f"iter{i}/target-agent/episodes.jsonl")
         signals = rows(r, f"iter{i}/signals.jsonl")
-        assert {row["task"] for row in signals} <= {t.task for t in episodes}
         picked = Counter((row["task"], row["signal"]) for row in signals if row["picked"])
         explored = Counter((row["task"], row["signal"]) for row in rows(r, f"iter{i}/explored.jsonl"))
         assert explored == picked + picked and len({signal for _, signal in picked}) > 1
@@ -440,13 +435,13 @@ def test_steps_teach_a_policy_what_pays(run):
 # ------------------------------------------------------------------ interrupted, longer, on ranks
 
 
-def test_a_run_that_is_killed_at_any_moment_and_made_longer_ends_in_the_same_files(run, tmp_path):
+def test_a_run_that_is_made_longer_and_killed_at_any_moment_ends_in_the_same_files(run, tmp_path):
     """Optimizer moments, epochs and tasks are resumed from files. The shorter run ends inside its
     second segment, which is recomputed at its full length."""
     whole = files_of(run(out="whole", grpo_steps=5).folder)
     killed = tmp_path / "killed"
-    for steps in (3, 5):
-        assert kills_until_it_ends(lambda: run(out="killed", grpo_steps=steps), killed, tmp_path / "said")
+    run(out="killed", grpo_steps=3)
+    assert kills_until_it_ends(lambda: run(out="killed", grpo_steps=5), killed, tmp_path / "said")
     found = files_of(killed)
     after_three = {name for name in found if name.startswith("eval-2-")}
     assert after_three and found.keys() - whole.keys() == after_three

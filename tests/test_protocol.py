@@ -12,10 +12,10 @@ from conftest import make_tokenizer
 import coevolve
 import environments
 from common import settings
-from common.files import write_jsonl
 from dpo import Trajectory
 from engine.chat import Encoder
 from engine.rollouts import play
+from engine.trajectories import write as write_jsonl
 from environments import environment, expert_files
 from environments.scienceworld import environment as scienceworld
 

@@ -41,7 +41,6 @@ from engine.trajectories import write as write_jsonl
 from environments import environment
 from envs import EnvError
 from lab import __main__ as whole_program
-from lab.page import page
 
 KILLED_RUNS = int(os.environ.get("KILLED_RUNS", 1))
 FF = "failure>failure"
@@ -94,7 +93,7 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(small_model, tmp_path):
     now = dict(inputs=(given,), fingerprint="", n=1)
     done = []
 
-    def rows(r, *inputs, n=1):
+    def rows(r, *inputs, n):
         done.append(r.name)
         return [dict(text=str(inputs[0]))]
 
@@ -103,34 +102,33 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(small_model, tmp_path):
         return small_model
 
     def process(**changed):
-        """Runs three phases: rows, an agent made of them and of a base, and rows made of both."""
         now.update(changed)
         r = run.Run(s, environment("webshop")())
         r.fingerprint += now["fingerprint"]
         done.clear()
         first = r.once("first.jsonl", rows, *now["inputs"], n=now["n"])
-        trained = r.once("agent", agent, first, base)
-        r.once("last.jsonl", rows, first, [trained], dict(more=given))
+        trained = r.once("agent", agent, [first, base])
+        r.once("last", agent, dict(trained=trained, more=given))
         r.close()
         return " ".join(done)
 
-    assert process() == "first.jsonl agent last.jsonl"
+    assert process() == "first.jsonl agent last"
     os.utime(given, (1, 1))
     assert process() == ""
     # The first phase makes the same content, so the others are skipped.
     assert process(n=3) == "first.jsonl"
     assert process(inputs=(given, given)) == "first.jsonl"
     rows.__name__ = "other"
-    assert process() == "first.jsonl last.jsonl"  # both are made by this phase
+    assert process() == "first.jsonl"
     given.write_text("b")
-    assert process() == "first.jsonl last.jsonl"
+    assert process() == "first.jsonl last"
     # A base's files of the same size, and a folder that the client of the Hugging Face Hub makes
     (base / "a.bin").write_text("a")
-    assert process() == "agent last.jsonl"
+    assert process() == "agent last"
     (base / "a.bin").write_text("b")
     (base / ".cache").mkdir()
-    assert process() == "agent last.jsonl"
-    assert process(fingerprint="x") == "first.jsonl agent last.jsonl"
+    assert process() == "agent last"
+    assert process(fingerprint="x") == "first.jsonl agent last"
     assert process() == ""
 
 
@@ -352,9 +350,8 @@ def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
     before, after = read_json(source / "phases.json"), read_json(out / "phases.json")
     taken = [*before][:[*before].index(PAIRS)]
     assert made(out) == [*before][len(taken):]
-    for name in taken:
+    for name in taken:  # a record has the hash of a file
         assert after[name] | dict(stat=0) == before[name] | dict(stat=0)
-        assert (out / name).is_dir() or (out / name).read_bytes() == (source / name).read_bytes()
     # Weights are hard links.
     for name, alike in [("sft-target/model.safetensors", True), ("experts.jsonl", False)]:
         assert (out / name).samefile(source / name) == alike
@@ -477,15 +474,23 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_files(
     assert contents(out) == contents(toy[0])
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_stopped_prints_one_line(number, status, process, tmp_path):
-    running = process("--iterations", 99)
-    wait_until((tmp_path / "run/experts.jsonl").exists, "the run's first output")
+CLUSTER = dict(RANK="2", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
+WAITS = "rank 2 of 4 waits for 127.0.0.1:9; WORLD_SIZE and RANK come from the environment"
+
+
+@pytest.mark.parametrize("variables, first, number, status, last", [
+    ({}, "experts.jsonl", signal.SIGTERM, 143, "stopped; rerun the same command to resume"),
+    ({}, "experts.jsonl", signal.SIGINT, 130, "stopped; rerun the same command to resume"),
+    (CLUSTER, WAITS, signal.SIGTERM, -signal.SIGTERM, WAITS),
+    (CLUSTER, WAITS, signal.SIGINT, -signal.SIGINT, WAITS)])
+def test_a_signal_ends_a_process(variables, first, number, status, last, process, tmp_path):
+    """A run ends in a line. A rank of a cluster job that waits for others has printed their address."""
+    said = tmp_path / "said"
+    running = process("--iterations", 99, **variables)
+    wait_until(lambda: said.exists() and first in said.read_text(), first)
     os.kill(running, number)
     assert ended(running) == status
-    said = (tmp_path / "said").read_text()
-    assert said.splitlines()[-1] == "stopped; rerun the same command to resume"
-    assert "Traceback" not in said
+    assert said.read_text().splitlines()[-1] == last and "Traceback" not in said.read_text()
 
 
 def fails_with(error):
@@ -495,34 +500,42 @@ def fails_with(error):
     return fail
 
 
-def test_a_usage_error_is_a_line_and_a_bug_a_traceback(process, tmp_path, monkeypatch):
-    assert ended(process("--beta", -1)) == 2
-    assert (tmp_path / "said").read_text().strip() == "--beta -1.0: must be above 0"
+@pytest.mark.parametrize("flags, variables, status, says", [
+    (("--beta", -1), {}, 2, "--beta -1.0: must be above 0"),
+    *[((), variables, 2, "unset LOCAL_RANK, RANK and WORLD_SIZE") for variables in (
+        dict(LOCAL_RANK="3"), dict(WORLD_SIZE="4"), dict(WORLD_SIZE="four", RANK="1"))],
+    ((), {}, 1, "KeyError: 'a bug'")])
+def test_a_usage_error_is_a_line_and_a_bug_a_traceback(
+        flags, variables, status, says, process, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of rank 1, before it prints
     monkeypatch.setattr(models, "save", fails_with(KeyError("a bug")))
-    assert ended(process()) == 1
+    assert ended(process(*flags, **variables)) == status
     said = (tmp_path / "said").read_text()
-    assert "Traceback" in said and "KeyError: 'a bug'" in said
+    assert said.endswith(f"{says}\n") and ("Traceback" in said) == (status == 1)
 
 
-@pytest.mark.parametrize("error, says", [
-    (OSError(28, "No space left on device"), f"No space left on device; make room on the disk{RESUME}"),
-    # Raised by tokenizers
-    (Exception("No space left on device (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),
-    (FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
-    (torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
-    (EnvError("mysql://host is gone"), "mysql://host is gone. Fix this and rerun")])
-def test_an_error_of_the_machine_is_a_line_with_a_remedy(error, says, toy_run, monkeypatch):
-    monkeypatch.setattr(models, "save", fails_with(error))
+FULL = "No space left on device"
+SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write", "lab.page.page.make_page"
+
+
+@pytest.mark.parametrize("where, error, says", [
+    (SAVE, OSError(28, FULL), f"{FULL}; make room on the disk{RESUME}"),
+    (SAVE, Exception(f"{FULL} (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),  # of tokenizers
+    (SAVE, FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
+    (SAVE, torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
+    (SAVE, RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
+    (SAVE, EnvError("mysql://host is gone"), "mysql://host is gone. Fix this and rerun"),
+    (PAGE, OSError(28, FULL), f"{FULL}; make room on the disk{RESUME}"),
+    (WRITE, ValueError("it refuses"), "an agent trained from it could not be saved: it refuses")])
+def test_an_error_of_the_machine_is_a_line_with_a_remedy(
+        where, error, says, toy_run, monkeypatch, tmp_path):
+    """Results are there without a page. What could not be saved is found before training."""
+    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
+    monkeypatch.setattr(where, fails_with(error))
     line = refusal(toy_run, *SFT)
     assert says in line and ("Fix this" in line) == ("Fix this" in says)
-
-
-def test_a_page_that_cannot_be_written_ends_the_run_in_a_line(toy_run, monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "make_page", fails_with(OSError(28, "No space left on device")))
-    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
-    assert refusal(toy_run, *SFT).endswith(f"make room on the disk{RESUME}")
-    assert (tmp_path / "run/result.json").exists()
+    assert (tmp_path / "run/result.json").exists() == (where == PAGE)
+    assert (tmp_path / "run").exists() == (where != WRITE)
 
 
 def test_a_run_ends_with_its_result_in_ten_lines_of_a_terminal():
@@ -559,26 +572,6 @@ def test_a_closed_pipe_ends_the_help_silently(tmp_path):
 
     assert ended(fork(without_a_reader, tmp_path / "said")) == -signal.SIGPIPE
     assert (tmp_path / "said").read_text() == ""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_waiting_rank_prints_its_address_and_can_be_stopped(number, process, tmp_path):
-    """The environment has variables of a cluster job."""
-    said = tmp_path / "said"
-    waiting = process(RANK="2", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
-    line = "rank 2 of 4 waits for 127.0.0.1:9; WORLD_SIZE and RANK come from the environment\n"
-    wait_until(lambda: said.exists() and line in said.read_text(), "the line about what the rank waits for")
-    os.kill(waiting, number)
-    assert ended(waiting) == -number and "Traceback" not in said.read_text()
-
-
-@pytest.mark.parametrize("left", [dict(LOCAL_RANK="3"), dict(WORLD_SIZE="4"), dict(
-    WORLD_SIZE="four", RANK="1")])
-def test_incomplete_variables_of_ranks_are_refused(left, process, tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of rank 1, before it prints
-    assert ended(process(**left)) == 2
-    said = (tmp_path / "said").read_text()
-    assert said.endswith("unset LOCAL_RANK, RANK and WORLD_SIZE\n") and "Traceback" not in said
 
 
 # ------------------------------------------------------------------------------- the command line
@@ -693,12 +686,6 @@ def test_unused_heads_and_output_switches_of_a_base_are_neither_used_nor_saved(
     own = read_json(out / "sft-target/config.json")
     assert not own.get("output_attentions") and not own.get("output_hidden_states")
     assert own.get("return_dict", True) and not own.keys() & {"temperature", "num_beams"}
-
-
-def test_what_could_not_be_saved_is_found_before_training(toy_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "write", fails_with(ValueError("transformers refuses it")))
-    assert "an agent trained from it could not be saved: transformers refuses it" in refusal(toy_run)
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_path):

@@ -55,7 +55,8 @@ class Options(ProtocolOptions):
                         eval_tasks=100, dpo_epochs=2, rollouts=2, view="short", max_tokens=768,
                         rejected_ends="leave out",
                         max_new_tokens=144),  # InterCode's gold queries have up to 132 tokens
-        "smollm2 eto": dict(view="full", rollouts=1, max_tokens=3072, gradient_checkpointing="on"),
+        "smollm2 --protocol eto": dict(view="full", rollouts=1, max_tokens=3072,
+                                       gradient_checkpointing="on"),
     }
 
     def conflicts(self, s):

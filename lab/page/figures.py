@@ -23,6 +23,7 @@ matplotlib.rcParams.update({
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
+ITERATION = "iteration (0: the start; the curves are side by side)"
 # The training metrics to draw, with the titles of their panels. All methods log the loss. Only GRPO
 # logs the other metrics.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
@@ -54,18 +55,31 @@ def address(drawing: Figure) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.getvalue()).decode()
 
 
-def curve(ax, points: list[tuple], **style) -> None:
-    """Draws a line through points (x, y), with dots if there are at most 40 points."""
-    ax.plot(*zip(*points), marker="o" if len(points) <= 40 else "", markersize=3.5, **style)
+def curve(ax, x, y, **style) -> None:
+    """Draws a line through points, with dots if there are at most 40 points."""
+    ax.plot(x, y, marker="o" if len(x) <= 40 else "", markersize=3.5, **style)
+
+
+def shifted(points: list[tuple], n: int, count: int) -> list[tuple]:
+    """Shifts curve number n of `count` curves over iterations to the right. Points are (x, y, ...).
+    Otherwise, equal curves would hide each other."""
+    return [(x + n * min(0.1, 0.6 / count), *rest) for x, *rest in points]
 
 
 def label(ax, title: str, x: str = "", y: str = "") -> None:
+    """Writes the labels of a panel. Its y axis goes below 0 only if a curve does, because a reward
+    or a rate is never below 0. Intervals are cut off there."""
     ax.set(title=title, xlabel=x, ylabel=y)
+    # The caps of error bars are lines without a line style.
+    curves = [line for line in ax.lines if line.get_linestyle() != "None"]
+    if curves and min(min(line.get_ydata()) for line in curves) >= 0:
+        ax.set_ylim(bottom=max(0, ax.get_ylim()[0]))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def legend(ax) -> None:
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
+def legend(drawing: Figure, ax) -> None:
+    """Writes a legend below all panels, with the curves of the panel `ax`."""
+    drawing.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 def run_figure(run: Path) -> Figure | None:
@@ -80,18 +94,18 @@ def run_figure(run: Path) -> Figure | None:
     agents = agents_of(phases)
     splits = list(dict.fromkeys(split for _, split in curves))
     drawing, (reward, success) = figure(2)
-    for (agent, split), evals in curves.items():
+    for n, ((agent, split), evals) in enumerate(curves.items()):
         colour = f"C{agents.index(agent)}"
         style = dict(color=colour, label=visible(f"{agent} agent, {split}"),
                      linestyle=LINES[splits.index(split) % len(LINES)])
-        curve(reward, [(e["i"], e["reward"]) for e in evals], **style)
-        curve(success, [(e["i"], e["success"]) for e in evals], **style)
-        reward.fill_between([e["i"] for e in evals], [e["low"] for e in evals],
-                            [e["high"] for e in evals], color=colour, alpha=0.12)
-    label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
-    label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
-    legend(reward)
-    legend(success)
+        points = [(e["i"], e["reward"], e["success"], e["low"], e["high"]) for e in evals]
+        i, rewards, successes, low, high = zip(*shifted(points, n, len(curves)))
+        curve(reward, i, rewards, **style)
+        curve(success, i, successes, **style)
+        reward.fill_between(i, low, high, color=colour, alpha=0.12)
+    label(reward, "Reward, 95% interval over tasks", ITERATION, "mean reward")
+    label(success, "Success rate", ITERATION, "share of tasks with reward 1")
+    legend(drawing, reward)
     return drawing
 
 
@@ -106,7 +120,7 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
         drawing, axes = figure(len(panels), width=3.6, height=2.6)
         for ax, (title, curves) in zip(axes, panels.items()):
             for name, points in sorted(curves.items()):
-                curve(ax, points, label=visible(name))
+                curve(ax, *zip(*points), label=visible(name))
             label(ax, title, "step")
         if "" not in curves:  # the last panel has one named curve per kind of pair
             axes[-1].legend()

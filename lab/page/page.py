@@ -22,15 +22,23 @@ from markupsafe import Markup
 from engine.console import counted, headline
 from environments import first_reply
 from lab.page import figures, report
-from lab.runfiles import SOLVED, command, config_of, is_finished, phases_of, rows_in
+from lab.runfiles import (
+    SOLVED,
+    command,
+    config_of,
+    is_finished,
+    phases_of,
+    phases_with,
+    rows_in,
+)
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
-# The entries of a trajectory that the page includes. Token ids and others are left out.
-ENTRIES = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
-# The rows of .jsonl files are recognised by their entries, so a fork may rename files and phases.
-TRAJECTORY = {"task", *ENTRIES} - {"raw_reward"}
-PAIR = {"task", "kind", "chosen", "rejected", "weight", "sft_weight"}
+# The keys of a trajectory that the page includes. Token ids and others are left out.
+KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
+# A row that has all these keys is a trajectory, or a pair.
+EPISODE = {"task", *KEPT} - {"raw_reward"}
+PAIR = {"task", "kind", "chosen", "rejected"}
 
 
 def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
@@ -94,21 +102,16 @@ def conversations(run: Path, megabytes: float) -> dict:
     trajectories of the remaining tasks are listed without their messages.
     """
     s = config_of(run)["settings"]
+    phases = phases_of(run)
     runs = defaultdict(dict)  # task -> (agent, iteration, rollout) -> trajectory
+    for file, row in episodes_of(run, phases):
+        kept = {name: row[name] for name in KEPT if name in row}
+        kept["from"] = file.removesuffix(".jsonl")
+        kept["opening"] = first_reply(row["messages"], row["turns"])
+        runs[row["task"]].setdefault(name_of(row), kept)
     pairs = defaultdict(list)  # task -> preference pairs of this task
-    for output, record in phases_of(run).items():
-        # GRPO writes its episodes into the agent's folder.
-        file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
-        rows = rows_in(run / file)
-        for row in rows:
-            if TRAJECTORY <= row.keys():
-                entries = {name: row[name] for name in ENTRIES if name in row}
-                entries["from"] = file.removesuffix(".jsonl")
-                entries["opening"] = first_reply(row["messages"], row["turns"])
-                runs[row["task"]].setdefault(name_of(row), entries)
-        pair_rows = [row for row in rows if PAIR <= row.keys()]
-        if pair_rows:
-            add_pairs(pairs, runs, run / file, pair_rows, record["i"])
+    for row in phases_with(phases, "pairs"):
+        add_pairs(pairs, runs, run, phases, row)
 
     texts = instructions(runs)
     tasks = []
@@ -124,35 +127,73 @@ def conversations(run: Path, megabytes: float) -> dict:
                 cut_turns=s.get("cut_turns", -1))
 
 
+def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
+    """Yields (file, trajectory) for each trajectory that the finished phases have written, in the
+    order of the phases."""
+    for output in phases:
+        # GRPO writes its episodes into the agent's folder.
+        file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
+        for row in rows_in(run / file):
+            if EPISODE <= row.keys():
+                yield file, row
+
+
 def name_of(row: dict) -> tuple:
     """Returns the (agent, iteration, rollout) by which a pair names a trajectory of its task."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
-def name_of_pair(row: dict) -> tuple:
-    return row["task"], row["kind"], name_of(row["chosen"]), name_of(row["rejected"])
+def add_pairs(
+    pairs: dict[str, list],
+    runs: dict[str, dict],
+    run: Path,
+    phases: dict,
+    recorded: dict,
+) -> None:
+    """Adds the pairs of a pairs file to `pairs`.
 
+    Args:
+        pairs: The pairs of each task.
+        runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
+            into the task's trajectories.
+        run: The folder that contains the pairs file.
+        phases: The records of all phases.
+        recorded: The record of the phase that wrote the pairs file.
 
-def add_pairs(pairs: dict[str, list], runs: dict[str, dict], file: Path, rows: list[dict],
-              iteration: int) -> None:
-    """Adds the rows of a pairs file to the pairs of each task.
-
-    `chosen` and `rejected` of an added pair are indices into the trajectories of its task. `first`
-    and `last` are its log-probabilities and margin in the first and last training step that used
-    it. They are absent if no step has used it.
+    `trains` of an added pair is the agent that it has trained, or "". The keys `first` and `last`
+    are its log-probabilities and margin in the first and last training step that used the pair.
+    They are absent if no step has used it.
     """
-    trains = file.stem.partition("-")[2]  # pairs-target.jsonl has the pairs of target-agent
-    trained = rows_in(file.parent / f"{trains}-agent/margins.jsonl")
-    margins = {name_of_pair(row): row for row in trained}
-    for row in rows:
-        names = [*runs.get(row["task"], {})]
-        sides = [name_of(row["chosen"]), name_of(row["rejected"])]
+    rows = {name_of_pair(row): row for row in rows_in(run / recorded["output"])
+            if PAIR <= row.keys()}
+    trains, margins = trained_on(rows, run, phases)
+    for name, row in rows.items():
+        task, _, *sides = name
+        names = [*runs.get(task, {})]
         if not {*sides} <= {*names}:
             # The trajectory file is being recomputed and does not have this trajectory yet.
             continue
         chosen, rejected = map(names.index, sides)
-        pairs[row["task"]].append(row | margins.get(name_of_pair(row), {}) | dict(
-            chosen=chosen, rejected=rejected, trains=trains, iteration=iteration))
+        pairs[task].append(row | margins.get(name, {}) | dict(
+            chosen=chosen, rejected=rejected, trains=trains, iteration=recorded["i"]))
+
+
+def trained_on(pairs: dict, run: Path, phases: dict) -> tuple[str, dict]:
+    """Returns the name of the agent that was trained on the pairs, and the rows of its margins.jsonl.
+
+    A row of this file has the same keys as its pair, and also `first` and `last`. If no agent was
+    trained on the pairs yet, the name is "" and there are no rows.
+    """
+    for row in phases_with(phases, "name", "steps"):
+        logged = rows_in(run / row["output"] / "margins.jsonl")
+        margins = {name_of_pair(logged_row): logged_row for logged_row in logged}
+        if margins and margins.keys() <= pairs.keys():
+            return row["name"], margins
+    return "", {}
+
+
+def name_of_pair(row: dict) -> tuple:
+    return row["task"], row["kind"], name_of(row["chosen"]), name_of(row["rejected"])
 
 
 def interest(runs) -> tuple:

@@ -1,29 +1,28 @@
 """Finds the differences between runs: in settings, in code, in the first output that differs, and
-in the greedy episodes of the evaluation.
+in the episodes of the last evaluation.
 
 `run.sh compare` prints these differences first. They reveal mistakes, such as two arms that were
 meant to differ but are identical. An arm is a method with some settings (see `methods.py`), and it
 has one run per seed.
 """
 
-from collections import Counter
+import itertools
 from pathlib import Path
 
 from safetensors import safe_open
 
-from common.files import file_hash, read_jsonl
+from common.files import file_hash
 from engine.code import code_differences
 from engine.console import phrase
-from lab.page.report import Table
-from lab.runfiles import config_of, phases_of, phases_with, rows_in
+from lab.page.report import RECORDS, Table
+from lab.runfiles import config_of, phases_of, rows_in
 from lab.study.methods import Runs, setting_differences
-
-PAIR = {"kind", "chosen", "rejected", "weight", "sft_weight"}  # keys of a pair
-EPISODE = {"task", "messages", "reward"}                       # keys of an episode
+from lab.study.numbers import paired, text_of
 
 
-def changes(runs: Runs) -> Table:
-    """Returns a table of the differences between each arm and the first arm."""
+def changes(runs: Runs, last: list[dict]) -> Table:
+    """Returns a table of the differences between each arm and the first arm. `last` has the last
+    evaluations of the runs."""
     first, *others = runs
     rows = []
     for arm, by_seed in runs.items():
@@ -41,10 +40,21 @@ def changes(runs: Runs) -> Table:
         if not common:
             rows.append((arm, "outputs", "no seed in common"))
         for seed in common:
-            pair = runs[first][seed], runs[arm][seed]
-            rows.append((arm, f"first output, seed {seed}", first_difference(*pair)))
-            rows.append((arm, f"greedy episodes, seed {seed}", episode_changes(*pair)))
-    return f"What differs from {first}", ["<method", "<what", "<difference"], rows
+            before, after = runs[first][seed], runs[arm][seed]
+            rows.append((arm, f"first output, seed {seed}", first_difference(before, after)))
+            for name, run, other in (first, before, after), (arm, after, before):
+                lacking = [output for output in phases_of(run) if output not in phases_of(other)]
+                if lacking:
+                    rows.append((arm, f"only in {name}, seed {seed}", listed(lacking)))
+        for _, (agent, split), pairs in paired(last, [(arm, first)], ["agent", "split"]):
+            rows.append((arm, f"episodes of {agent}, {split}", episode_changes(pairs)))
+    return f"What differs from {first}", ["method", "what", "difference"], rows
+
+
+def listed(outputs: list[str]) -> str:
+    """Returns the first four names in a list, and the number of the others."""
+    more = f" and {len(outputs) - 4} more" if len(outputs) > 4 else ""
+    return ", ".join(outputs[:4]) + more
 
 
 def code_changes(run: Path, others) -> list[str]:
@@ -59,129 +69,85 @@ def code_changes(run: Path, others) -> list[str]:
 
 def first_difference(before: Path, after: Path) -> str:
     """Finds the first output that both runs have and that differs between them. Returns its name
-    and a description of the difference. If no common output differs, the text names an output that
-    exists in only one of the runs."""
-    outputs, others = phases_of(before), phases_of(after)
-    for output in outputs:
-        difference = output in others and output_change(before / output, after / output)
-        if difference:
-            return f"{output}: {difference}"
-    for run, own, theirs in (before, outputs, others), (after, others, outputs):
-        for output in own:
-            if output not in theirs:
-                return f"no output of both differs; only {run} has {output}"
+    and a description of the difference. Evaluations are left out, because `--method evaluate` gives
+    the name of the first one to that of any agent."""
+    others = phases_of(after)
+    for output, record in phases_of(before).items():
+        if output in others and "split" not in record:
+            change = content_change(before / output, after / output)
+            numbers = number_changes(record, others[output])
+            if change or numbers:
+                return f"{output}: {listed([*change, *numbers])}"
     return "no output of both differs"
 
 
-def output_change(before: Path, after: Path) -> str:
+def content_change(before: Path, after: Path) -> list[str]:
     """Describes the difference between an output (a file, or an agent's folder) and the same output
-    of another run. Returns "" if they are equal. Two episodes are equal if their messages and
-    rewards are equal. Their log-probabilities are not compared, because rounding changes them."""
-    if not before.exists() or not after.exists():
-        return "" if before.exists() == after.exists() else "one run has deleted it"
+    of another run, or returns []. The log-probabilities in trajectories are not compared, because
+    rounding changes them."""
+    if not before.exists() or not after.exists():  # the user has deleted it
+        return []
     if before.is_dir():
-        return agent_change(before, after)
-    if file_hash(before) == file_hash(after):
-        return ""
-    rows, others = read_jsonl(before), read_jsonl(after)
-    if all(EPISODE <= row.keys() for row in rows + others):
-        count = count_changed(episodes_in(rows), episodes_in(others))
-        return count and f"{count} episodes differ"
-    if all(PAIR <= row.keys() for row in rows + others):
-        pairs, other_pairs = pair_counts(rows), pair_counts(others)
-        if pairs != other_pairs:
-            return f"{pairs} -> {other_pairs}"
-        changed = sum(row != other for row, other in zip(rows, others))
-        weight, other_weight = weight_of(rows), weight_of(others)
-        return f"{changed} of {pairs} differ, weights {weight:.4g} -> {other_weight:.4g}"
-    return f"{len(rows)} -> {len(others)} lines, of other content"
+        return weight_change(before, after)
+    rows = [row | dict(log_probs=[]) for row in rows_in(before)]
+    others = [row | dict(log_probs=[]) for row in rows_in(after)]
+    return [f"{changed(rows, others)} lines differ"] if rows != others else []
 
 
-def pair_counts(rows: list[dict]) -> str:
-    return phrase("pairs", Counter(row["kind"] for row in rows), {})
+def changed(rows: list, others: list) -> str:
+    count = sum(row != other for row, other in itertools.zip_longest(rows, others))
+    return f"{count} of {max(len(rows), len(others))}"
 
 
-def weight_of(rows: list[dict]) -> float:
-    """Returns the sum of the weights of all pairs in a pairs file."""
-    return sum(row["weight"] for row in rows)
+def number_changes(record: dict, other: dict) -> list[str]:
+    """Returns the numbers that differ between two records of phases.json, for example the counts of
+    pairs, or the loss."""
+    changes = []
+    for name, value in record.items():
+        new = other.get(name)
+        if name in ("seconds", *RECORDS) or value == new:
+            continue
+        if isinstance(value, dict) and isinstance(new, dict):
+            changes.append(f"{phrase(name, value, {})} -> {phrase(name, new, {})}")
+        else:
+            texts = [f"{x:.8g}" if isinstance(x, float) else str(x) for x in (value, new)]
+            changes.append(f"{name} {' -> '.join(texts)}")
+    return changes
 
 
-def agent_change(before: Path, after: Path) -> str:
-    """Describes the difference between two agents' folders. Returns "" if the agents are equal.
-
-    The text has the numbers of training steps if they differ. It also has the values of the first
-    training step (loss, loss terms and gradient norm) and the largest difference between the
-    weights.
-    """
-    weights = weight_change(before, after)
-    log, other = rows_in(before / "train.jsonl"), rows_in(after / "train.jsonl")
-    if not weights and log == other:
-        return ""
-    parts = []
-    if len(log) != len(other):
-        parts.append(f"{len(log)} -> {len(other)} steps")
-    for step, other_step in zip(log[:1], other[:1]):
-        for name in "loss", "dpo", "sft", "norm":
-            if name in step and name in other_step:
-                parts.append(f"first {name} {step[name]:.4g} -> {other_step[name]:.4g}")
-    return "; ".join([*parts, weights or "the same weights"])
-
-
-def weight_change(before: Path, after: Path) -> str:
-    """Returns a text with the largest absolute difference between the weights of two agents, or ""
-    if their weight files are equal. Rounding alone causes a difference of about 1e-8."""
+def weight_change(before: Path, after: Path) -> list[str]:
+    """Describes the largest absolute difference between the weights of two agents, or returns [] if
+    their weight files are equal. Rounding alone causes a difference of about 1e-8."""
     largest = None
     for file in before.glob("*.safetensors"):
         other = after / file.name
-        if not other.exists():
-            return "other files of weights"
-        if file_hash(file) == file_hash(other):
+        if not other.exists() or file_hash(file) == file_hash(other):
             continue
+        if file.stat().st_size != other.stat().st_size:
+            return ["other sizes of weight files"]
         with safe_open(file, "pt") as weights, safe_open(other, "pt") as others:
-            if shapes_in(weights) != shapes_in(others):
-                return "other names or shapes of weights"
             for name in weights.keys():
                 difference = weights.get_tensor(name) - others.get_tensor(name)
                 largest = max(largest or 0.0, difference.abs().max().item())
-    return "" if largest is None else f"weights differ by at most {largest:.2g}"
+    return [] if largest is None else [f"weights differ by at most {largest:.2g}"]
 
 
-def shapes_in(weights) -> dict[str, list[int]]:
-    return {name: weights.get_slice(name).get_shape() for name in weights.keys()}
+def episode_changes(pairs: list[tuple[dict, dict]]) -> str:
+    """Compares the last evaluations of an agent in two arms, given as one pair per seed, which may
+    follow different iterations. Returns the number of episodes that differ in messages or reward,
+    as a text."""
+    sampling = text_of("sampling", pairs)
+    if " - " in sampling:
+        return f"not compared: {sampling}"
+    texts, others = [], []
+    for e, other in pairs:
+        texts += texts_of(e)
+        others += texts_of(other)
+    iteration = text_of("iteration", pairs)
+    if texts == others:
+        return f"all {len(texts)} are identical, iteration {iteration}"
+    return f"{changed(texts, others)} have other text, iteration {iteration}"
 
 
-def episodes_in(rows: list[dict]) -> dict[tuple, tuple]:
-    """Returns a dict of episodes. The key (task, agent, iteration, rollout) identifies an episode.
-    The value is (messages, reward)."""
-    return {tuple(row.get(key) for key in ("task", "agent", "iteration", "rollout")):
-            (row["messages"], row["reward"]) for row in rows}
-
-
-def count_changed(episodes: dict, others: dict) -> str:
-    """Compares two dicts of episodes, as `episodes_in` returns them. Returns the text "N of M" if N
-    of the M common episodes differ. The number of episodes that only one dict has is added in
-    brackets. Returns "" if the dicts are equal."""
-    common = episodes.keys() & others.keys()
-    count = sum(episodes[name] != others[name] for name in common)
-    lacking = len(episodes.keys() ^ others.keys())
-    more = f" (and {lacking} that one of them lacks)" if lacking else ""
-    return f"{count} of {len(common)}{more}" if count or lacking else ""
-
-
-def episode_changes(before: Path, after: Path) -> str:
-    """Compares the greedy episodes of two runs in the last iteration that both have evaluated.
-    Returns a text with the number of episodes that differ."""
-    common = [row for row in phases_with(phases_of(before), "split", "name", "episodes")
-              if (before / row["output"]).is_file() and (after / row["output"]).is_file()]
-    if not common:
-        return "none that both have"
-    i = max(row["i"] for row in common)
-    episodes, others = {}, {}
-    for row in common:
-        if row["i"] == i:
-            episodes |= episodes_in(read_jsonl(before / row["output"]))
-            others |= episodes_in(read_jsonl(after / row["output"]))
-    count = count_changed(episodes, others)
-    if not count:
-        return f"all {len(episodes)} are identical, iteration {i}"
-    return f"{count} have other text, iteration {i}"
+def texts_of(e: dict) -> list[tuple]:
+    return [(row["messages"], row["reward"]) for row in rows_in(e["file"])]

@@ -6,8 +6,11 @@
                                           same name are grouped as its seeds, for example
                                           base=A0 base=A1 ipo=B0 ipo=B1.
     bash run.sh study webshop --report    Compare the finished runs of a study.
+    bash run.sh compare STUDY STUDY ...   Compare the finished runs of studies in several
+                                          environments.
 
-The report folder contains report.txt, report.json and the figures (SVG).
+Each environment has its own tables. With several environments, the report also has the average over
+them. The report folder contains report.txt, report.json and the figures (SVG).
 """
 
 import argparse
@@ -18,30 +21,42 @@ import textwrap
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
-
+from common.settings import UsageError
 from lab.page import figures
 from lab.page.report import Table
-from lab.runfiles import command, is_finished, phases_of, visible
+from lab.runfiles import command, config_of, is_finished, phases_of, visible
 from lab.study import numbers
 from lab.study.changes import changes
-from lab.study.methods import Runs, arm_of, each, named, setting_differences
-from lab.study.numbers import interval, paired, values_by_seed
+from lab.study.methods import (
+    COMPARED,
+    PRIMARY,
+    Runs,
+    arm_of,
+    each,
+    finished,
+    named,
+    setting_differences,
+)
 
-MEASURES = ("reward", "success")
-NOTE = ("Each number is the mean over seeds ± half the width of its 95% t interval. A difference "
-        "also has the number of seeds on which the first arm is ahead, and * if there are at least "
-        "three seeds and the interval excludes 0. The intervals are not corrected for multiple "
-        "comparisons: without any real difference, about one difference in 20 has a *.")
+NOTE = f"""Each number is a mean over seeds. ± is half the width of its 95% t interval over seeds,
+which describes the randomness of training, with these tasks. [low, high] is a 95% bootstrap
+interval over seeds and tasks, which also describes the choice of the tasks ({numbers.SAMPLES:,}
+samples; with one seed, it is over tasks alone). A difference also has the number of seeds on which
+the first arm is ahead. The intervals are not corrected for multiple comparisons: without any real
+difference, about one interval in 20 excludes 0."""
 
 
-def write_report(title: str, runs: Runs, out: Path, compared: list | None = None) -> None:
+def write_report(
+    title: str,
+    envs: dict[str, Runs],
+    out: Path,
+    compared: list[tuple[str, str]] | None = None,
+) -> None:
     """Prints the report on runs, and writes it into a folder.
 
     Args:
         title: The first line of the report.
-        runs: The folders of the runs, as runs[arm][seed]. The arm may be a name that the user
-            chose.
+        envs: The runs of each environment.
         out: The report folder.
         compared: Pairs of arms (a, b). The report has the differences a - b of each pair. If
             `compared` is None, all arms are compared with each other, and the report begins with
@@ -49,124 +64,122 @@ def write_report(title: str, runs: Runs, out: Path, compared: list | None = None
     """
     out.mkdir(parents=True, exist_ok=True)
     tables = []
-    of_shares = [("coevolve", "eto")]  # the paper compares these in Table 2
-    if compared is None:
-        compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
-        of_shares = compared
-        tables += [("Settings in which they differ", ["<setting", "<method", "<value"],
-                    setting_differences(runs)), changes(runs)]
-    compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b]
-    tables.append(states(runs))
-    evals, notes = numbers.on_common_tasks(numbers.evaluations(runs))
-    tables += [of_target(numbers.after_the_last(evals)), of_pairs(evals, compared), of_costs(runs),
-               table_2(runs, of_shares), figure_3(runs, out), over_iterations(evals, out)]
+    last = {}  # environment -> the last evaluations of its runs
+    for env, runs in envs.items():
+        evals = numbers.evaluations(runs)
+        last[env] = numbers.after_the_last(evals)
+        pairs = compared or pairs_of(runs)
+        of_shares = [("coevolve", "eto")] if compared else pairs  # the paper has the first one
+        of_env = [
+            states(runs),
+            last_table(last[env], pairs),
+            table("What it took after the first SFT", numbers.costs(runs), [], [], numbers.COSTS),
+            table("Table 2: explored trajectories, all agents and iterations of a method",
+                  numbers.shares(runs), of_shares, ["threshold"], numbers.SHARES),
+            table("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by "
+                  "the SFT agent", numbers.distances_of(runs), [("coevolve: failure", "eto")], [],
+                  ["distance"]),
+            table("Over iterations", evals, [], ["agent", "iteration", "split"], numbers.MEASURES)]
+        if compared is None:
+            of_env = [settings_table(runs), changes(runs, last[env]), *of_env]
+        tables += [(f"{env}: {name}", columns, rows) for name, columns, rows in of_env]
+        draw_rewards(env, evals, runs, out / f"curves-{env}.svg")
+    if len(envs) > 1:
+        arms = dict.fromkeys(itertools.chain(*envs.values()))
+        averaged = numbers.average([*last.values()])
+        name, *table_of_means = last_table(averaged, compared or pairs_of(arms))
+        tables.append((f"average of {', '.join(envs)}: {name}", *table_of_means))
+    tables.append(primary(last))
 
-    texts = [title, *notes]
+    texts = [title]
     as_json = {}
     for name, columns, rows in tables:
         if rows:
             texts.append(as_text(name, columns, rows))
-            keys = [column.lstrip("<") for column in columns]
-            as_json[name] = [dict(zip(keys, row)) for row in rows]
-    if any(len(by_seed) > 1 for by_seed in runs.values()):
-        texts.append(textwrap.fill(NOTE, 100))
-    text = "\n\n".join(texts) + "\n"
+            as_json[name] = [dict(zip(columns, row)) for row in rows]
+    text = "\n\n".join([*texts, textwrap.fill(NOTE, 100)]) + "\n"
     (out / "report.txt").write_text(text, encoding="utf-8")
     (out / "report.json").write_text(json.dumps(as_json, indent=1))
     print(text)
     print(f"{visible(str(out))} contains this report, its numbers and its figures")
 
 
+def pairs_of(arms) -> list[tuple[str, str]]:
+    """Returns all pairs (later arm, earlier arm)."""
+    return [(later, first) for first, later in itertools.combinations(arms, 2)]
+
+
 # ------------------------------------------------------------------------------------ as text
 
 
 def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
-    """Returns a table as text with aligned columns. A column name that begins with < aligns its
-    column to the left."""
-    cells = [[column.lstrip("<") for column in columns]]
+    """Returns a table as text with aligned columns."""
+    cells = [columns]
     for row in rows:  # `visible` escapes control characters in names and settings
         cells.append([visible(cell(x)).replace("\n", " ") for x in row])
-    lines = [title]
     widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = [title]
     for row in cells:
-        parts = []
-        for text, width, column in zip(row, widths, columns):
-            parts.append(text.ljust(width) if column.startswith("<") else text.rjust(width))
-        lines.append("  ".join(parts).rstrip())
+        padded = [text.ljust(width) for text, width in zip(row, widths)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
 def cell(x) -> str:
-    """Formats a table cell. `x` is a text, a number, a result of `interval` or `paired`, or None,
-    which is printed as "-"."""
-    if x is None:
-        return "-"
-    if isinstance(x, str):
-        return x
+    """Formats a table cell. `x` is a text, a number, or a result of `numbers.interval`."""
     if not isinstance(x, dict):
-        return f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
-    text = f"{x['mean']:+.3f}" if "ahead" in x else f"{x['mean']:.3f}"
-    if x["half"] is None:  # there is only one seed, so there is no interval
-        return text
-    text += f" ± {x['half']:.3f}"
-    if "ahead" in x:
-        text += f" ({x['ahead']} of {x['n']})" + " *" * x["sure"]
+        return f"{x:.3g}" if isinstance(x, float) else str(x)
+    digits = ",.3f" if abs(x["mean"]) < 10 else ",.0f"
+    style = f"+{digits}" if "ahead" in x else digits
+    text = f"{x['mean']:{style}}"
+    if x["half"] is not None:  # there are several seeds
+        text += f" ± {x['half']:{digits}}"
+    if "low" in x:
+        text += f" [{x['low']:{style}}, {x['high']:{style}}]"
+    if "ahead" in x and x["n"] > 1:
+        text += f" ({x['ahead']} of {x['n']})"
     return text
 
 
 # ------------------------------------------------------------------------------------- tables
 
 
-def means(rows: list[dict], keys: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
-    """Groups rows by the values of `keys`, and averages each measure over the seeds of a group.
-
-    Returns one tuple per group: the values of `keys`, and the `interval` of each measure.
-    """
-    result = []
-    for group in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
-        where = dict(zip(keys, group))
-        values = [values_by_seed(rows, measure, **where).values() for measure in measures]
-        result.append((*group, *map(interval, values)))
-    return result
-
-
-def leads(
+def table(
+    title: str,
     rows: list[dict],
     compared: list[tuple[str, str]],
-    key: str,
-    measures: tuple[str, ...],
-) -> list[tuple]:
-    """Computes the differences a - b between pairs of arms, on the seeds that both arms have.
+    keys: list[str],
+    measures: list[str],
+    facts: tuple[str, ...] = (),
+) -> Table:
+    """Returns a table with the means of measures over seeds, and the differences between arms.
 
-    If `key` is "split", for example, there is one difference per split. Returns one tuple per pair
-    of arms and value of `key`: the text "a - b", the value, and for each measure the difference
-    (see `paired`).
+    Args:
+        title: The title.
+        rows: The rows of runs, see `numbers`.
+        compared: Pairs of arms (a, b). The table has the differences a - b.
+        keys: There is one row of the table for each arm, or pair of arms, and values of these keys.
+        measures: The keys of the measures.
+        facts: Keys whose values in the rows of runs are listed. Both values are listed if the two
+            runs of a difference have different values.
     """
-    result = []
-    for (a, b), group in itertools.product(compared, dict.fromkeys(row[key] for row in rows)):
-        differences = []
-        for measure in measures:
-            values = (values_by_seed(rows, measure, arm=arm, **{key: group}) for arm in (a, b))
-            differences.append(paired(*values))
-        if differences[0]:
-            result.append((f"{a} - {b}", group, *differences))
-    return result
+    cells = []
+    for name, values, group in numbers.single(rows, keys) + numbers.paired(rows, compared, keys):
+        texts = [numbers.text_of(fact, group) for fact in facts]
+        results = [numbers.interval(group, measure) for measure in measures]
+        cells.append((name, *values, *texts, *results))
+    return title, ["method", *keys, *facts, *measures], cells
 
 
-def of_pairs(evals: list[dict], compared: list[tuple[str, str]]) -> Table:
-    """Returns a table of the differences a - b between pairs of arms (a, b) in reward and success,
-    with one row per pair and split. It is computed after the last iterations of both arms (see
-    `numbers.last_of_both`)."""
-    rows = []
-    for a, b in compared:
-        last = numbers.last_of_both(evals, a, b)
-        for name, split, *differences in leads(last, [(a, b)], "split", MEASURES):
-            of_a, of_b = (values_by_seed(last, "i", arm=arm, split=split) for arm in (a, b))
-            iterations = [f"{of_a[seed]}" if of_a[seed] == of_b[seed] else
-                          f"{of_a[seed]} - {of_b[seed]}" for seed in of_a if seed in of_b]
-            rows.append((name, split, ", ".join(iterations), *differences))
-    return ("Differences on the same seeds, after the last iteration",
-            ["<difference", "<split", "<iterations", "<reward", "<success"], rows)
+def last_table(last: list[dict], compared: list[tuple[str, str]]) -> Table:
+    """Returns the main table of a report, on the last evaluation of each agent."""
+    return table("Evaluation after the last iteration, and differences on the same seeds", last,
+                 compared, ["agent", "split"], numbers.MEASURES, ("sampling", "seed", "iteration"))
+
+
+def settings_table(runs: Runs) -> Table:
+    return ("Settings in which they differ", ["setting", "method", "value"],
+            setting_differences(runs))
 
 
 def states(runs: Runs) -> Table:
@@ -175,94 +188,59 @@ def states(runs: Runs) -> Table:
     rows = []
     for arm, seed, run in each(runs):
         phases = phases_of(run)
-        notes = []
+        notes = [f"{output} was edited" for output, row in phases.items() if "edited" in row]
         if not is_finished(run):
             i = max((row["i"] for row in phases.values()), default=0)
             notes.append(f"unfinished, iteration {i}")
-        notes += [f"{output} was edited" for output, row in phases.items() if "edited" in row]
         if notes:
-            rows.append((arm, str(seed), "; ".join(notes)))
-    return "Runs to note", ["<method", "<seed", "<note"], rows
+            rows.append((arm, seed, "; ".join(notes)))
+    return "Runs to note", ["method", "seed", "note"], rows
 
 
-def of_target(last: list[dict]) -> Table:
-    """Returns a table of the target agent's results, with one row per arm and split. `last` has the
-    last evaluation of each run on each split."""
+def primary(last: dict[str, list[dict]]) -> Table:
+    """Returns a table of the primary comparisons of a study. `last` has the last evaluations in
+    each environment."""
     rows = []
-    for arm, split, *results in means(last, ("arm", "split"), MEASURES):
-        iterations = values_by_seed(last, "i", arm=arm)
-        seeds = " ".join(map(str, iterations))
-        rows.append((arm, seeds, " ".join(map(str, iterations.values())), split, *results))
-    return ("Greedy evaluation of the target after its last iteration",
-            ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows)
+    for env, evals in last.items():
+        tests = [e for e in evals if (e["agent"], e["split"]) == ("target", "test")]
+        for name, _, group in numbers.paired(tests, PRIMARY, []):
+            if len(group) > 1:
+                lead = numbers.interval(group, "reward")
+                rows.append((env, name, lead, numbers.p_value(lead)))
+    corrected = numbers.holm([p for *_, p in rows])
+    return (f"Primary comparisons: reward on test, p of a paired t test over seeds, and p "
+            f"corrected for {len(rows)} tests (Holm)",
+            ["environment", "difference", "reward", "p", "corrected p"],
+            [(*row, p) for row, p in zip(rows, corrected)])
 
 
-def of_costs(runs: Runs) -> Table:
-    """Returns a table of the costs of each arm, such as training steps and rollouts. Each cost is
-    averaged over the arm's runs."""
-    rows = []
-    for arm, by_seed in runs.items():
-        costs = [numbers.cost(run) for run in by_seed.values()]
-        rows.append((arm, *(float(np.mean([cost[name] for cost in costs])) for name in costs[0])))
-    return "What it took after the first SFT, means over seeds", ["<method", *costs[0]], rows
-
-
-def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
-    """Returns the paper's Table 2: the shares of successes, negatives and hard negatives among the
-    explored trajectories. The shares are computed for three reward thresholds. Negatives are below
-    the threshold, and hard negatives are failures at or above it."""
-    measures = ("success", "negative", "hard negative")
-    shares = numbers.shares(runs)
-    rows = means(shares, ("arm", "threshold"), measures)
-    rows += leads(shares, compared, "threshold", measures)
-    return ("Table 2: explored trajectories, all agents and iterations of a method",
-            ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
-
-
-def figure_3(runs: Runs, out: Path) -> Table:
-    """Draws the paper's Figure 3, the distances between the failures of a task. Returns a table of
-    the mean distances."""
-    found = numbers.distances_of(runs)
-    rows = []
-    distances = {}  # for each agent, the mean distances between the failures of a task, all seeds
-    for name, by_seed in found.items():
-        distances[name] = list(itertools.chain(*(of_seed.values() for of_seed in by_seed.values())))
-        of_seeds = [np.mean([*of_seed.values()]) for of_seed in by_seed.values() if of_seed]
-        rows.append((name, interval(of_seeds), len(distances[name])))
-    if rows:
-        differences = []
-        for eto, failure in zip(found["eto"].values(), found["coevolve: failure"].values()):
-            both = [failure[task] - eto[task] for task in eto.keys() & failure.keys()]
-            if both:
-                differences.append(np.mean(both))
-        rows.append(("coevolve: failure - eto, where both failed at least twice",
-                     interval(differences), None))
-        drawing, (ax,) = figures.figure(1, width=6.0)
-        ax.boxplot([*distances.values()], showmeans=True)
-        ax.set_xticks(range(1, len(distances) + 1),
-                      [name.replace(": ", ":\n") for name in distances])
-        figures.write(drawing, out / "figure3.svg")
-    return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
-            "SFT agent", ["<agent", "<mean of seeds", "instructions"], rows)
-
-
-def over_iterations(evals: list[dict], out: Path) -> Table:
-    """Returns a table of the target agent's reward and success after each iteration, and draws the
-    rewards as curves."""
-    rows = means(evals, ("arm", "i", "split"), MEASURES)
-    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> [(i, mean, half), ...]
-    for arm, i, split, reward, _ in rows:
-        curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
-    if rows:
-        drawing, axes = figures.figure(len(curves), height=5)
-        for ax, (split, of_split) in zip(axes, curves.items()):
-            for n, (arm, points) in enumerate(of_split.items()):
-                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3,
-                            label=visible(arm), linestyle=figures.LINES[n // 10 % 3])
-            figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
-        figures.legend(axes[0])
-        figures.write(drawing, out / "curves.svg")
-    return "Over iterations", ["<method", "iteration", "<split", "<reward", "<success"], rows
+def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
+    """Draws the rewards of the target agents over iterations, with one panel per split."""
+    evals = [e for e in evals if e["agent"] == "target"]
+    curves = defaultdict(list)  # (split, arm) -> points
+    for arm, (split, i), group in numbers.single(evals, ["split", "iteration"]):
+        reward = numbers.interval(group, "reward")
+        curves[split, arm].append((i, reward["mean"], reward["half"] or 0))
+    if not curves:
+        return
+    splits = [*dict.fromkeys(e["split"] for e in evals)]
+    drawing, axes = figures.figure(len(splits), height=5)
+    models = {config_of(run)["settings"]["model"] for *_, run in each(runs)}
+    drawing.suptitle(visible(f"Target agent on {env}, model {', '.join(sorted(models))}"))
+    y = "reward"
+    for (split, arm), points in curves.items():
+        n = [*runs].index(arm)
+        i, reward, half = zip(*figures.shifted(points, n, len(runs)))
+        if any(half):
+            y = "reward, 95% t interval over seeds"
+        axes[splits.index(split)].errorbar(
+            i, reward, half if any(half) else None, marker="o", capsize=3, color=f"C{n}",
+            linestyle=figures.LINES[n // len(figures.COLOURS) % len(figures.LINES)],
+            label=visible(f"{arm}, seed {' '.join(map(str, runs[arm]))}"))
+    for ax, split in zip(axes, splits):
+        figures.label(ax, split, figures.ITERATION, y)
+    figures.legend(drawing, axes[0])
+    figures.write(drawing, file)
 
 
 # ------------------------------------------------------------------------------------ command
@@ -270,10 +248,9 @@ def over_iterations(evals: list[dict], out: Path) -> Table:
 
 def split_name(word: str) -> tuple[str, Path]:
     """Parses an argument NAME=RUN or RUN, and returns the name and the run's folder. Without NAME,
-    the name is the run's arm or method. An argument that contains "=" and is an existing path is a
-    RUN."""
-    name, sign, path = word.partition("=")
-    if not sign or not name or not path or "/" in name or Path(word).exists():
+    the name is the run's arm or method. An argument that is an existing path is a RUN."""
+    name, _, path = word.partition("=")
+    if Path(word).exists() or not path:
         return arm_of(Path(word)), Path(word)
     return name, Path(path)
 
@@ -281,14 +258,23 @@ def split_name(word: str) -> tuple[str, Path]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="folders of runs, or NAME=FOLDER")
+    parser.add_argument("runs", nargs="+", help="folders of runs, NAME=FOLDER, or of studies")
     parser.add_argument("--out", type=Path,
-                        help="folder of the report [`report`, next to the runs]")
+                        help="folder of the report [`report`, next to the first run]")
     args = parser.parse_args(argv)
-    given = [split_name(word) for word in args.runs]
+    studies = [finished(Path(word)) for word in args.runs]  # {} if the folder is no study
+    if all(studies):
+        given = [("", Path(word)) for word in args.runs]
+        envs = dict(itertools.chain(*(study.items() for study in studies)))
+        if len(envs) < len(studies):
+            raise UsageError("several of these studies are in the same environment; name the runs "
+                             "to compare: NAME=RUN NAME=RUN")
+    else:
+        given = [split_name(word) for word in args.runs]
+        envs = named(given)
     parent = os.path.commonpath([path.resolve().parent for _, path in given])
     out = args.out or Path(parent, "report")
-    write_report("Comparison of runs", named(given), out)
+    write_report("Comparison of runs", envs, out, COMPARED if all(studies) else None)
 
 
 if __name__ == "__main__":

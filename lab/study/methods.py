@@ -12,13 +12,15 @@ from pathlib import Path
 
 from common.settings import FREE, UsageError, has_mark, names_in, settings_of
 from evolve import SIGNALS
-from lab.runfiles import config_of, phases_of, phases_with
+from lab.runfiles import config_of, phases_of, phases_with, target_of
 from lab.settings import METHODS, Settings
 
+# ETO with the pair weights and the SFT term of Section 4.3, which the paper also adds to DPO.
+ETO_SFT = "--method eto --lambda-sft {lambda_sft} --pair-weights instruction"
 # The settings of each arm of the first system, coevolve.py. A value in braces is taken from the
 # `coevolve` or `evolve` run with the same seed (see `taken_from`):
 # - {steps}: optimiser steps of the target agent per iteration, averaged over the `coevolve` run
-# - {lambda_sft}: value of --lambda-sft in the `coevolve` run
+# - {lambda_sft}: value of --lambda-sft in the `coevolve` run, unless the study has a value
 # - {tasks}: number of tasks at the end of the `evolve` run
 FIRST = {
     "coevolve": "--method coevolve",
@@ -26,15 +28,15 @@ FIRST = {
     "sft": "--method sft",
     "positive": "--method positive",
     "eto-steps": "--method eto --dpo-steps {steps}",
-    # ETO with the pair weights and the SFT term of Section 4.3, which the paper also adds to DPO.
-    "eto-sft": "--method eto --lambda-sft {lambda_sft} --pair-weights instruction",
-    "eto-sft-steps": "--method eto --lambda-sft {lambda_sft} --pair-weights instruction "
-                     "--dpo-steps {steps}",
+    "eto-sft": ETO_SFT,
+    "eto-sft-steps": f"{ETO_SFT} --dpo-steps {{steps}}",
     "positive-steps": "--method positive --dpo-steps {steps}",
     "frozen": "--method coevolve --d-fail none",
     "after": "--method coevolve --failure-plays after",
     # One rollout per task and iteration, as in the paper.
     "eto-one": "--method eto --rollouts 1",
+    "eto-sft-one": f"{ETO_SFT} --rollouts 1",
+    "positive-one": "--method positive --rollouts 1",
     "coevolve-one": "--method coevolve --rollouts 1",
     "rft": "--method rft",
     "dart": "--method dart",
@@ -47,10 +49,16 @@ SECOND = {
     "evolve": "--method evolve",
     "grpo-tasks": "--method grpo --start-tasks {tasks}",
     "evolve-random": "--method evolve --guide random",
+    "evolve-unverified": "--method evolve --verify false",
     **{f"evolve-only-{signal}": f"--method evolve --signals {signal}" for signal in SIGNALS}}
 ARMS = FIRST | SECOND
+# The primary comparisons of a study are in reward on `test`, with a correction for their number.
+# Comparisons with a baseline of the paper have one rollout per task, as in the paper.
+PRIMARY = [("coevolve-one", "eto-one"), ("coevolve", "eto-sft-steps"),
+           ("coevolve-one", "positive-one"), ("coevolve", "frozen")]
 # Pairs of arms (a, b). A report prints the difference a - b of each pair.
 COMPARED = [
+    *PRIMARY,
     *itertools.product(["coevolve"], FIRST), *itertools.product([*FIRST, "grpo"], ["sft"]),
     # These pairs show the effects of the SFT term, of rollouts from a second agent, and of the kind
     # of second agent.
@@ -59,8 +67,9 @@ COMPARED = [
     # These pairs show two effects: of a failure agent that learns before it plays for the target
     # (--failure-plays after), and of a single rollout per task.
     ("after", "eto"), ("after", "eto-sft-steps"), ("after", "frozen"), ("after", "positive"),
-    ("coevolve-one", "eto-one"),
+    ("coevolve-one", "eto-sft-one"), ("eto-sft-one", "eto-one"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
+COMPARED = [(a, b) for a, b in dict.fromkeys(COMPARED) if a != b]
 
 
 def method_of(arm: str) -> str:
@@ -72,24 +81,24 @@ def method_of(arm: str) -> str:
 # ------------------------------------------------------------------- the settings of a run
 
 
-def needed_by(arm: str) -> list[str]:
-    """Returns the arms whose runs must finish before this arm's run can start.
+def needed_by(flags: str) -> list[str]:
+    """Returns the arms whose runs must finish before a run with these flags can start.
 
-    If a setting of this arm is in braces, its value comes from a finished run of another arm. There
-    is at most one such arm.
+    If a value is in braces, it comes from a finished run of another arm. There is at most one such
+    arm.
     """
-    if "{tasks}" in ARMS[arm]:
+    if "{tasks}" in flags:
         return ["evolve"]
-    return ["coevolve"] if "{" in ARMS[arm] else []
+    return ["coevolve"] if "{" in flags else []
 
 
-def flags(arm: str, folder: Path, seed: int) -> list[str]:
-    """Returns the command-line flags for the run of an arm with a seed. Values in braces are
-    replaced with their values from the finished runs in the study's `folder`."""
+def filled(flags: str, folder: Path, seed: int) -> list[str]:
+    """Returns an arm's flags for its run with a seed. Values in braces are replaced with their
+    values from the finished runs in the study's `folder`."""
     values = {}
-    for other in needed_by(arm):
+    for other in needed_by(flags):
         values = taken_from(folder / f"{other}-s{seed}")
-    return ARMS[arm].format(**values).split()
+    return flags.format(**values).split()
 
 
 def taken_from(run: Path) -> dict:
@@ -99,7 +108,7 @@ def taken_from(run: Path) -> dict:
     tasks = task_counts(phases)
     if tasks:
         return dict(tasks=tasks[-1])
-    steps = [row["steps"] for row in training_phases(phases, "target")]
+    steps = [row["steps"] for row in training_phases(phases) if is_target(row, phases)]
     if not sum(steps):
         raise UsageError(f"{run}: the target was not trained in this run; finish it before you "
                          "start the runs with the same number of steps")
@@ -114,23 +123,25 @@ def task_counts(phases: dict) -> list[int]:
     return [row["tasks"] for row in rows if row["output"].endswith("tasks.jsonl")]
 
 
-def training_phases(phases: dict, agent: str = "") -> list[dict]:
-    """Returns the records of the training phases after the initial SFT phase.
-
-    Args:
-        phases: The phases of a run.
-        agent: Name of the agent that the phases train; "" returns the phases of all agents. The
-            phases of `evolve.py` record no name, and count as phases of the target agent.
-    """
+def training_phases(phases: dict) -> list[dict]:
+    """Returns the records of the training phases after the initial SFT phase."""
     rows = [row for row in phases_with(phases, "steps", "seconds") if row["i"] > 0]
-    return [row for row in rows if isinstance(row["steps"], int)
-            and not row["output"].endswith(".jsonl") and agent in ("", row.get("name", "target"))]
+    return [row for row in rows
+            if isinstance(row["steps"], int) and not row["output"].endswith(".jsonl")]
+
+
+def is_target(row: dict, phases: dict) -> bool:
+    """Returns True if a phase trained or played the target. The phases of `evolve.py` record no
+    name, and it has no other agent."""
+    target = target_of(phases)
+    return row.get("name", target) == target
 
 
 # ---------------------------------------------------------------------- the runs of a report
 
-# The folders of runs, as runs[arm][seed]. The arm may be a name that the user chose. A run that was
-# branched from a run with another seed (--branch) has the key "OTHER>SEED" instead of its seed.
+# The folders of the runs in one environment, as runs[arm][seed]. The arm may be a name that the
+# user chose. A run that was branched from a run with another seed (--branch) has the key
+# "OTHER>SEED" instead of its seed.
 Runs = dict[str, dict[int | str, Path]]
 
 
@@ -148,82 +159,90 @@ def arm_of(run: Path) -> str:
     return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
 
-def named(given: list[tuple[str, Path]]) -> Runs:
-    """Groups runs, given as (name, folder), by name and seed. The runs may have any settings, and
-    may be unfinished. Raises UsageError if the runs use different environments, or if two runs
-    have the same name and seed."""
-    runs = defaultdict(dict)
-    envs = {}  # environment -> its first run
+def named(given: list[tuple[str, Path]]) -> dict[str, Runs]:
+    """Groups runs, given as (name, folder), by environment, name and seed.
+
+    The runs may have any settings, and may be unfinished. Raises UsageError if two runs in an
+    environment evaluate other splits, or have the same name and seed.
+    """
+    envs = defaultdict(lambda: defaultdict(dict))
+    splits = {}  # environment -> (its first run, --eval-splits of this run)
     for name, path in given:
         config = config_of(path)
         settings = config["settings"]
-        envs.setdefault(settings["env"], path)
-        if len(envs) > 1:
-            (env, first), (other, _) = envs.items()
-            raise UsageError(f"{path} is a run of {other}, and {first} of {env}; compare runs of "
-                             "one environment")
+        env = settings["env"]
+        evaluated = settings.get("eval_splits")
+        first, others = splits.setdefault(env, (path, evaluated))
+        if evaluated != others:
+            raise UsageError(f"{path} has --eval-splits {evaluated}, and {first} {others}; compare "
+                             "runs that evaluate the same splits")
         seed = settings["seed"]
         first_seed = config.get("branch", {}).get("seed", seed)
         # The outputs that a branch reused may have another seed. Such a run is compared only with
         # runs that have the same two seeds.
         if first_seed != seed:
             seed = f"{first_seed}>{seed}"
-        other = runs[name].setdefault(seed, path)
+        other = envs[env][name].setdefault(seed, path)
         if other is not path:
             raise UsageError(f"{path} and {other} are both {name} with seed {seed}; leave one out, "
                              "or give each run a name: NAME=RUN NAME=RUN")
-    ordered = {}
-    for name, by_seed in runs.items():
-        seeds = sorted(by_seed, key=lambda seed: (isinstance(seed, str), seed))
-        ordered[name] = {seed: by_seed[seed] for seed in seeds}
-    return ordered
+    return envs
 
 
-def finished(folder: Path) -> Runs:
+def finished(folder: Path) -> dict[str, Runs]:
     """Returns the finished runs of a study, in the order of ARMS.
 
     Raises UsageError if two runs have different values of a setting that both use. Settings that
-    define the arm, such as --method, may differ.
+    the arm or the preset of its method sets may differ, but not between the seeds of an arm.
     """
-    runs = {}
-    first = {}  # setting -> (first run that uses the setting, value of the setting in this run)
-    for arm in ARMS:
-        paths = [file.parent for file in folder.glob(f"{arm}-s[0-9]*/result.json")]
-        # The runs of a study must have equal settings. These settings are exceptions: the arm sets
-        # them, the preset of its method sets them, or its method does not use them.
-        own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", ARMS[arm])}
+    given = []
+    first = {}  # (arm or "", setting) -> (first run that uses the setting, its value)
+    for arm, flags in ARMS.items():
+        own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", flags)}
         own |= Settings.presets.get(f"--method {method_of(arm)}", {}).keys()
-        own |= settings_of(Settings).keys() - names_in(METHODS[method_of(arm)].reads)
-        for path in paths:
+        varying = own & {"dpo_steps", "start_tasks"}  # taken from another run with the same seed
+        for file in sorted(folder.glob(f"{arm}-s[0-9]*/result.json")):
+            path = file.parent
             settings = config_of(path)["settings"]
-            for name in sorted(relevant({*settings}) - own):
-                other, value = first.setdefault(name, (path, settings[name]))
+            for name in sorted({*settings} - varying - ignored(settings)):
+                key = (arm if name in own else "", name)
+                other, value = first.setdefault(key, (path, settings[name]))
                 if settings[name] != value:
                     raise UsageError(f"{path} and {other} differ in {name} ({settings[name]}, "
                                      f"{value}), but the runs of a study may differ only in method "
                                      "and seed; `run.sh compare` reports on any runs")
-        runs |= named([(arm, path) for path in paths])
-    return runs
+            given.append((arm, path))
+    return named(given)
 
 
-def relevant(names: set[str]) -> set[str]:
-    """Returns the names of settings that affect the results. The seed is left out, and so are
-    settings marked as Free, which affect at most rounding."""
-    return {name for name in names if not has_mark(Settings, name, FREE)} - {"seed"}
+def ignored(settings: dict) -> set[str]:
+    """Returns the names of settings that cannot explain a difference between two runs: the seed,
+    settings marked as Free, which affect at most rounding, and settings that the method does not
+    read. Names that this program does not know, and methods of modified copies, are never ignored.
+    """
+    method = METHODS.get(settings["method"])
+    reads = names_in(method.reads) if method else {*settings}
+    return {"seed"} | {name for name in settings_of(Settings)
+                       if name not in reads or has_mark(Settings, name, FREE)}
 
 
 def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
-    """Returns the relevant settings in which the named groups of runs differ. Each such setting has
-    one tuple per group: (setting, name of the group, its values as text)."""
+    """Returns the settings in which the named groups of runs differ. Each such setting has one
+    tuple per group: (setting, name of the group, its values as text).
+
+    A setting is compared between the groups whose methods read it (see `ignored`). In the other
+    groups, and in runs whose program did not have the setting, its value is "-".
+    """
     settings = {}  # name of a group -> settings of each of its runs
-    for name, by_seed in runs.items():
-        settings[name] = [config_of(path)["settings"] for path in by_seed.values()]
+    for arm, by_seed in runs.items():
+        settings[arm] = [config_of(run)["settings"] for run in by_seed.values()]
     keys = dict.fromkeys(itertools.chain(*itertools.chain(*settings.values())))
     rows = []
     for key in keys:
-        values = {}
-        for name, of_runs in settings.items():
-            values[name] = ", ".join(dict.fromkeys(str(s.get(key, "-")) for s in of_runs))
-        if len({*values.values()}) > 1 and key in relevant({*keys}):
-            rows += [(key, name, value) for name, value in values.items()]
+        values = {}  # name of a group -> its values, "" if its methods do not read the setting
+        for arm, of_runs in settings.items():
+            texts = [str(s.get(key, "-")) for s in of_runs if key not in ignored(s)]
+            values[arm] = ", ".join(dict.fromkeys(texts))
+        if len({*values.values()} - {""}) > 1:
+            rows += [(key, arm, value or "-") for arm, value in values.items()]
     return rows

@@ -1,169 +1,265 @@
 """Computes the numbers of a report on several runs.
 
-`runs` contains the folders of the runs, as runs[arm][seed]. An evaluation is a dict. It has the
-record of an evaluation phase, the numbers that `lab.page.report.evaluations` adds to the record,
-and the arm, the seed and the rewards (see `evaluations`).
+A row is a dict with the arm and the seed of a run, and with measures such as `reward`. A measure is
+a list with one entry per environment, and usually a single one. The entry has the values of the
+tasks, (N,), or is a number. The value of a measure is the mean over environments of the means over
+tasks.
 """
 
+import itertools
 import math
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import torch
 import transformers
 
-from common.files import read_jsonl
+from common.settings import UsageError
 from engine.models import read_model
-from lab.page import report
-from lab.runfiles import SOLVED, explorations_in, is_finished, phases_of, rows_in
-from lab.study.methods import Runs, each, task_counts, training_phases
+from lab.chat import evaluate
+from lab.page.report import rewards_by_task
+from lab.runfiles import (
+    SOLVED,
+    config_of,
+    evaluations_in,
+    explorations_in,
+    phases_of,
+    rows_in,
+)
+from lab.study.methods import Runs, each, is_target, training_phases
 
+MEASURES = ["reward", "success"]
 THRESHOLDS = (0.6, 0.7, 0.8)  # minimum rewards of a hard negative [Table 2]
-# The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
-T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010,
-     2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930)
+SHARES = ["success", "negative", "hard negative"]
+COSTS = ["steps of the target", "steps of all agents", "tokens of the target", "rollouts"]
+SAMPLES = 2000                # samples of the bootstrap
+
+# ---------------------------------------------------------------------------- statistics
 
 
-def interval(values) -> dict | None:
-    """Computes the mean of some values, one per seed, and its 95% t interval.
-
-    Returns a dict with the number of values `n`, their `mean`, and `half`, which is half the width
-    of the interval. A single value has no interval, so `half` is None. For more than 20 values the
-    t quantile for 20 values is used. Returns None if there are no values.
-    """
-    values = np.asarray(list(values), dtype=float)
-    n = len(values)
-    if n == 0:
-        return None
-    half = None
-    if n > 1:
-        half = float(T[min(n, 20) - 2] * values.std(ddof=1) / math.sqrt(n))
-    return dict(n=n, mean=float(values.mean()), half=half)
+def grouped(rows: list[dict], keys: list[str]) -> dict[tuple, dict]:
+    """Groups rows by (arm, values of the keys). Returns the rows of each group by seed."""
+    groups = defaultdict(dict)
+    for row in rows:
+        groups[row["arm"], tuple(row[key] for key in keys)][row["seed"]] = row
+    return groups
 
 
-def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
-    """Computes the mean and the interval of the differences a - b.
+def single(rows: list[dict], keys: list[str]) -> list[tuple]:
+    """Groups rows by arm and the values of the keys. Returns a list of (arm, values, group). The
+    group has a tuple (row,) for each seed."""
+    return [(arm, values, [*zip(by_seed.values())])
+            for (arm, values), by_seed in grouped(rows, keys).items()]
+
+
+def paired(rows: list[dict], compared: list[tuple[str, str]], keys: list[str]) -> list[tuple]:
+    """Pairs the groups of compared arms (a, b). Returns a list of ("a - b", values, group). The
+    group has a tuple (row of a, row of b) for each common seed."""
+    groups = grouped(rows, keys)
+    every = dict.fromkeys(values for _, values in groups)
+    result = []
+    for (a, b), values in itertools.product(compared, every):
+        of_a, of_b = groups[a, values], groups[b, values]
+        group = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
+        if group:
+            result.append((f"{a} - {b}", values, group))
+    return result
+
+
+def text_of(key: str, group: list[tuple]) -> str:
+    """Returns the values of a key in the rows of a group. If the rows of a seed have different
+    values, these are joined with " - "."""
+    texts = {}
+    for rows in group:
+        texts[" - ".join(dict.fromkeys(str(row[key]) for row in rows))] = None
+    return ", ".join(texts)
+
+
+def interval(group: list[tuple], measure: str) -> dict:
+    """Computes the mean of a measure over seeds, or of its differences, and the 95% intervals.
 
     Args:
-        a: The values of the first arm, by seed.
-        b: The values of the second arm, by seed.
+        group: The rows of an arm, or of a pair of arms, see `single` and `paired`.
+        measure: The key of the measure.
 
     Returns:
-        The result of `interval` on the seeds that both arms have, with two more keys. `ahead` is
-        the number of seeds on which a is larger than b. `sure` is True if there are at least three
-        seeds and the interval excludes 0. None if no seed is common to both arms.
+        A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
+        t interval over seeds. One seed has no t interval, so `half` is None. If the measure has the
+        values of tasks, `low` and `high` are the bounds of the `bootstrap` interval. `ahead` exists
+        for differences, and is the number of seeds on which the first arm is larger.
     """
-    seeds = a.keys() & b.keys()
-    lead = interval([a[seed] - b[seed] for seed in seeds])
-    if lead is None:
-        return None
-    ahead = sum(a[seed] > b[seed] for seed in seeds)
-    sure = lead["n"] > 2 and abs(lead["mean"]) > lead["half"]
-    return lead | dict(ahead=ahead, sure=sure)
+    values = []
+    for row, *others in group:
+        value = row[measure]
+        for other in others:
+            value = [x - y for x, y in zip(value, other[measure])]
+        values.append(value)
+    n = len(values)
+    means = np.array([value_of(value) for value in values])
+    half = None
+    if n > 1:
+        half = float(t_quantile(n - 1) * means.std(ddof=1) / math.sqrt(n))
+    result = dict(n=n, mean=float(means.mean()), half=half)
+    if np.ndim(values[0][0]):
+        result |= bootstrap(values)
+    if others:
+        result["ahead"] = int((means > 1e-9).sum())
+    return result
+
+
+def value_of(measure: list) -> float:
+    return float(np.mean([np.mean(entry) for entry in measure]))
+
+
+@cache
+def t_distribution(df: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a grid of values t of Student's t distribution with `df` degrees of freedom, and the
+    probability P(|T| > t) of each. T is sqrt(df) tan(A), where the angle A has a density that is
+    proportional to cos(A)^(df - 1)."""
+    angles = np.linspace(0, np.pi / 2, 100_001)
+    density = np.cos((angles[1:] + angles[:-1]) / 2) ** (df - 1)
+    beyond = density[::-1].cumsum()[::-1]
+    return math.sqrt(df) * np.tan(angles[:-1]), beyond / beyond[0]
+
+
+def t_quantile(df: int) -> float:
+    """Returns the 97.5% quantile of Student's t distribution."""
+    t, p = t_distribution(df)
+    return np.interp(0.05, p[::-1], t[::-1])
+
+
+def p_value(lead: dict) -> float:
+    """Returns the p value of the paired t test over seeds, of a result of `interval`."""
+    df = lead["n"] - 1
+    standard_error = lead["half"] / t_quantile(df)
+    return float(np.interp(abs(lead["mean"]) / max(standard_error, 1e-12), *t_distribution(df)))
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Corrects p values for their number with Holm's method. Returns them in the same order."""
+    p = np.array(p_values)
+    order = p.argsort()
+    p[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    return p.clip(max=1).tolist()
+
+
+def bootstrap(values: list[list]) -> dict:
+    """Computes the 95% percentile bootstrap interval of the mean over seeds and tasks.
+
+    Each sample draws seeds and tasks with replacement. All seeds of a sample have the same tasks,
+    because all runs evaluate the same tasks. The measure of a difference has the differences of
+    single tasks, so both arms have the same tasks, too.
+    """
+    seeds = drawn(len(values), 0)                                                 # (B, S)
+    total = 0
+    for stream, of_seeds in enumerate(zip(*values), 1):
+        means = seeds @ np.stack(of_seeds)                                        # (B, N)
+        total += (means * drawn(means.shape[1], stream)).sum(1)                   # (B,)
+    low, high = np.percentile(total / len(values[0]), [2.5, 97.5])
+    return dict(low=float(low), high=float(high))
+
+
+@cache
+def drawn(n: int, stream: int) -> np.ndarray:
+    """Draws n of n items with replacement, in each bootstrap sample. Returns the share of each item
+    in each sample, (B, n). `stream` is the seed of the random numbers."""
+    return np.random.default_rng(stream).multinomial(n, np.full(n, 1 / n), SAMPLES) / n
 
 
 # --------------------------------------------------------------------------- evaluations
 
 
 def evaluations(runs: Runs) -> list[dict]:
-    """Returns all evaluations of the target agent.
+    """Returns a row for each evaluation of an agent, with the measures `reward` and `success`.
 
-    The key `rewards` of an evaluation is a dict from a task to the rewards of its episodes. If a
-    run has no agent named "target", the evaluations of all its agents are returned. Their arms are
-    then named "ARM: AGENT".
+    `agent` is "target" for the target (see `runfiles.target_of`), and otherwise the agent's name.
+
+    Raises UsageError if two runs evaluate different tasks of a split, which have no difference.
     """
-    evals = []
+    rows = []
+    first = {}  # split -> (the first file of its evaluations, the tasks in this file)
     for arm, seed, run in each(runs):
-        of_run = report.evaluations(run, phases_of(run))
-        has_target = any(e["name"] == "target" for e in of_run)
-        for e in of_run:
-            if has_target and e["name"] != "target":
+        phases = phases_of(run)
+        for phase in evaluations_in(phases):
+            file = run / phase["output"]
+            rewards = rewards_by_task(rows_in(file))
+            if not rewards:  # the split has no tasks, or the user has deleted or emptied the file
                 continue
-            label = arm if has_target else f"{arm}: {e['name']}"
-            rewards = report.rewards_by_task(read_jsonl(run / e["output"]))
-            evals.append(e | dict(arm=label, seed=seed, finished=is_finished(run),
-                                  rewards=rewards))
-    return evals
+            split = phase["split"]
+            tasks = sorted(rewards)
+            other, others = first.setdefault(split, (file, tasks))
+            if tasks != others:
+                raise UsageError(f"{file} has {len(tasks)} tasks, which are not the {len(others)} "
+                                 f"of {other}; compare runs with the same --eval-tasks")
+            by_task = [np.array(rewards[task]) for task in tasks]
+            rows.append(dict(
+                arm=arm, seed=seed, split=split, iteration=phase["i"], file=file,
+                agent="target" if is_target(phase, phases) else phase["name"],
+                sampling=sampling(config_of(run)["settings"], len(by_task[0])),
+                reward=[np.array([of_task.mean() for of_task in by_task])],
+                success=[np.array([(of_task >= SOLVED).mean() for of_task in by_task])]))
+    return rows
 
 
-def on_common_tasks(evals: list[dict]) -> tuple[list[dict], list[str]]:
-    """Restricts the evaluations of each split to the tasks that all runs have evaluated, and
-    computes reward and success on these tasks. Returns the new evaluations, and a note for each
-    split in which the runs evaluated different tasks."""
-    tasks = defaultdict(dict)  # split -> (arm, seed) -> tasks
-    for e in evals:
-        tasks[e["split"]][e["arm"], e["seed"]] = {*e["rewards"]}
-    notes = []
-    common = {}
-    for split, by_run in tasks.items():
-        common[split] = set.intersection(*by_run.values())
-        counts = {arm: len(own) for (arm, _), own in by_run.items() if own != common[split]}
-        if counts:
-            each = ", ".join(f"{arm} has {count}" for arm, count in counts.items())
-            notes.append(f"The evaluated tasks of {split} differ: {each}; the "
-                         f"{len(common[split])} that all have are compared.")
-    restricted = []
-    for e in evals:
-        rewards = []
-        for task in common[e["split"]]:
-            rewards += e["rewards"][task]
-        if rewards:
-            success = fmean(reward >= SOLVED for reward in rewards)
-            restricted.append(e | dict(reward=fmean(rewards), success=success))
-    return restricted, notes
+def sampling(settings: dict, rollouts: int) -> str:
+    """Returns how the episodes of an evaluation were sampled, such as "temperature 0.7, 5
+    rollouts". Training methods evaluate their agents with greedy decoding. The methods of
+    `lab.chat.evaluate` sample with --temperature."""
+    temperature = settings["temperature"] if settings["method"] in evaluate.METHODS else 0
+    text = f"temperature {temperature}" if temperature else "greedy"
+    return f"{text}, {rollouts} rollouts" if rollouts > 1 else text
 
 
 def after_the_last(evals: list[dict]) -> list[dict]:
-    """Returns the evaluations after the last evaluated iteration of each run."""
-    last = {(e["arm"], e["seed"]): e["i"] for e in sorted(evals, key=lambda e: e["i"])}
-    return [e for e in evals if e["i"] == last[e["arm"], e["seed"]]]
+    """Returns the last evaluation of each agent of each run on each split."""
+    last = {}
+    for e in sorted(evals, key=lambda e: e["iteration"]):
+        last[e["arm"], e["agent"], e["split"], e["seed"]] = e
+    return [*last.values()]
 
 
-def last_of_both(evals: list[dict], a: str, b: str) -> list[dict]:
-    """Returns the evaluations of the arms a and b after their last iterations. If one of the two
-    runs with a seed is unfinished, the evaluations of both are taken after the last iteration that
-    both have reached."""
-    last = [e for e in after_the_last(evals) if e["arm"] in (a, b)]
-    kept = []
-    for seed in dict.fromkeys(e["seed"] for e in last):
-        i = {e["arm"]: e["i"] for e in last if e["seed"] == seed}
-        if not all(e["finished"] for e in last if e["seed"] == seed):
-            i = dict.fromkeys(i, min(i.values()))
-        kept += [e for e in evals if e["seed"] == seed and e["i"] == i.get(e["arm"])]
-    return kept
-
-
-def values_by_seed(rows: list[dict], key: str, **where) -> dict:
-    """Selects the rows whose keys have the values given in `where`. Returns the values of `key` in
-    these rows, by seed."""
-    return {row["seed"]: row[key] for row in rows if where.items() <= row.items()}
+def average(of_envs: list[list[dict]]) -> list[dict]:
+    """Averages the last evaluations of each environment over the environments. An arm, agent, split
+    or seed that an environment lacks is left out."""
+    same = defaultdict(list)
+    for e in itertools.chain(*of_envs):
+        same[e["arm"], e["agent"], e["split"], e["seed"]].append(e)
+    rows = []
+    for evals in same.values():
+        if len(evals) == len(of_envs):
+            row = dict(evals[0], iteration="/".join(str(e["iteration"]) for e in evals))
+            for measure in MEASURES:
+                row[measure] = [e[measure][0] for e in evals]
+            rows.append(row)
+    return rows
 
 
 # --------------------------------------------------------------------- costs and explorations
 
 
-def cost(run: Path) -> dict:
-    """Returns the costs of a run after its initial SFT phase: the optimiser steps of the target and
-    of all agents, the tokens in the target's training phases, and the number of rollouts. The last
-    value, `tasks`, is the size of GRPO's task set at the end, or 0 for methods of coevolve.py."""
-    phases = phases_of(run)
-    target = training_phases(phases, "target")
-    played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
-    return {"steps of the target": sum(row["steps"] for row in target),
-            "steps of all agents": sum(row["steps"] for row in training_phases(phases)),
-            "tokens of the target": sum(row.get("tokens", 0) for row in target),
-            "rollouts": sum(row.get("episodes", 0) for row in played),
-            "tasks": [0, *task_counts(phases)][-1]}
+def costs(runs: Runs) -> list[dict]:
+    """Returns one row per run, with its costs after the initial SFT phase, see `COSTS`."""
+    rows = []
+    for arm, seed, run in each(runs):
+        phases = phases_of(run)
+        trained = training_phases(phases)
+        target = [row for row in trained if is_target(row, phases)]
+        played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
+        values = (sum(row["steps"] for row in target), sum(row["steps"] for row in trained),
+                  sum(row.get("tokens", 0) for row in target),
+                  sum(row.get("episodes", 0) for row in played))
+        rows.append(dict(arm=arm, seed=seed) | {name: [n] for name, n in zip(COSTS, values)})
+    return rows
 
 
-def explored(run: Path, agent: str | None = None) -> list[dict]:
+def explored(run: Path, agent: str = "") -> list[dict]:
     """Returns the trajectories that the agents of a run explored, or only those of `agent` if it is
     given. Files that were deleted are skipped."""
     rows = []
     for phase in explorations_in(phases_of(run)):
-        if agent in (None, phase["name"]):
+        if agent in ("", phase["name"]):
             rows += rows_in(run / phase["output"])
     return rows
 
@@ -183,9 +279,9 @@ def shares(runs: Runs) -> list[dict]:
         solved = rewards >= SOLVED
         for threshold in THRESHOLDS:
             below = rewards < threshold
-            rows.append({"arm": arm, "seed": seed, "threshold": threshold,
-                         "success": float(solved.mean()), "negative": float(below.mean()),
-                         "hard negative": float((~solved & ~below).mean())})
+            values = solved, below, ~solved & ~below
+            rows.append(dict(arm=arm, seed=seed, threshold=threshold)
+                        | {name: [kind.mean()] for name, kind in zip(SHARES, values)})
     return rows
 
 
@@ -196,21 +292,29 @@ FIGURE_3 = {"eto": ("eto", "target"), "coevolve: target": ("coevolve", "target")
             "coevolve: failure": ("coevolve", "failure")}
 
 
-def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
+def distances_of(runs: Runs) -> list[dict]:
     """Computes the mean distance between the failures of a task, for each agent of Figure 3.
 
-    Returns distances[label][seed][task], for the seeds that both ETO and co-evolution have. The
-    failures are embedded by the SFT agent that both methods start from. Seeds whose SFT agent was
-    deleted are skipped.
+    Returns one row per agent and seed. Its `arm` is the agent's label, and `distance` is the mean
+    over the tasks in which each of the agents failed at least twice. The failures are embedded by
+    the SFT agent that ETO and co-evolution start from. Seeds whose SFT agent was deleted are
+    skipped.
     """
-    found = defaultdict(dict)
+    rows = []
     for seed in runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys():
         folder = runs["coevolve"][seed] / "sft-target"
-        if folder.is_dir():  # else its checkpoints were deleted
-            embed = embedder(folder)
-            for name, (arm, agent) in FIGURE_3.items():
-                found[name][seed] = distances(explored(runs[arm][seed], agent), embed)
-    return found
+        if not folder.is_dir():
+            continue
+        embed = embedder(folder)
+        found = {}  # label -> {task: distance}
+        for label, (arm, agent) in FIGURE_3.items():
+            found[label] = distances(explored(runs[arm][seed], agent), embed)
+        tasks = set.intersection(*map(set, found.values()))
+        for label, by_task in found.items():
+            if tasks:
+                mean = np.mean([by_task[task] for task in tasks])
+                rows.append(dict(arm=label, seed=seed, distance=[mean]))
+    return rows
 
 
 def distances(rows: list[dict], embed) -> dict[str, float]:

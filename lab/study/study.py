@@ -24,7 +24,7 @@ from environments import ENVIRONMENTS, environment
 from lab.runfiles import command, count
 from lab.settings import METHODS, Settings
 from lab.study.compare import write_report
-from lab.study.methods import ARMS, COMPARED, FIRST, finished, flags, method_of, needed_by
+from lab.study.methods import ARMS, COMPARED, FIRST, filled, finished, method_of, needed_by
 
 ROOT = Path(__file__).parents[2]
 GPU = shutil.which("nvidia-smi") is not None
@@ -33,7 +33,7 @@ running = set()  # processes that `launch` started
 
 def make_runs(
     env: str,
-    arms: list[str],
+    arms: dict[str, str],
     seeds: list[int],
     folder: Path,
     more: list[str],
@@ -43,26 +43,26 @@ def make_runs(
 
     Args:
         env: The environment.
-        arms: The arms. An arm that needs results of another arm must come after this other arm.
+        arms: The flags of each arm. An arm that needs results of another arm must come after it.
         seeds: The seeds. Each arm has one run per seed.
         folder: The study's folder.
         more: Further settings, as flags and values. A run gets those that its method uses.
         jobs: Maximum number of concurrent runs.
     """
-    settings = {arm: read_by(arm, arms, more) for arm in arms}
-    for arm in arms:  # parse all settings first, so that errors appear before any run starts
-        parse(["--env", env, *settings[arm], "--method", method_of(arm)], Settings, METHODS,
-              environment)
+    settings = {arm: read_by(arm, [*arms], more) for arm in arms}
+    for arm, flags in arms.items():  # so that errors in settings appear before any run starts
+        words = flags.format(steps=1, tasks=1, lambda_sft=1).split()
+        parse(["--env", env, *settings[arm], *words], Settings, METHODS, environment)
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
     started = {}  # (seed, arm) -> future
 
     def make_run(seed: int, arm: str) -> None:
-        for other in needed_by(arm):
+        for other in needed_by(arms[arm]):
             started[seed, other].result()
         if any(run.done() and run.exception() for run in list(started.values())):
             return  # another run failed, so no further run is started
         name = f"{arm}-s{seed}"
-        words = [*settings[arm], *flags(arm, folder, seed), "--seed", str(seed),
+        words = [*settings[arm], *filled(arms[arm], folder, seed), "--seed", str(seed),
                  "--out", str(folder / name)]
         print(f"study: {' '.join(words)}", flush=True)
         launch(env, words, folder / f"{name}.log")
@@ -78,9 +78,7 @@ def make_runs(
 def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
     """Selects the flags in `more`, with their values, that the method of an arm uses. Flags that no
     arm of the study uses are included as well, because parsing them must raise an error."""
-    reads = {}  # arm -> flags that its method uses
-    for other in arms:
-        reads[other] = {flag(name) for name in names_in(METHODS[method_of(other)].reads)}
+    reads = {other: reads_of(other) for other in arms}
     others = set.union(*reads.values()) - reads[arm]
     kept = []
     is_kept = True
@@ -90,6 +88,11 @@ def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
         if is_kept:
             kept.append(word)
     return kept
+
+
+def reads_of(arm: str) -> set[str]:
+    """Returns the flags that the method of an arm uses."""
+    return {flag(name) for name in names_in(METHODS[method_of(arm)].reads)}
 
 
 def launch(env: str, words: list[str], log: Path) -> None:
@@ -129,6 +132,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="seeds; 0 to 2 were used to choose the default settings "
                         "[3 4 5 6 7]")
+    parser.add_argument("--eto-lambda-sft", type=float, metavar="X",
+                        help="--lambda-sft of the arms eto-sft, eto-sft-steps and eto-sft-one; "
+                        "choose it on validation splits, as for coevolve [that of coevolve]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
     parser.add_argument("--jobs", type=count, help="number of runs at the same time [one per core, "
                         "at most 8, for the tiny model without a GPU; else 1]")
@@ -138,11 +144,16 @@ def main(argv: list[str]) -> None:
     if {"--method", "--seed"} & {word.split("=")[0] for word in more}:
         raise UsageError("a study takes --methods and --seeds, not --method and --seed")
     if not args.report:
-        wanted = {*args.methods, *itertools.chain(*map(needed_by, args.methods))}
+        arms = dict(ARMS)
+        if args.eto_lambda_sft is not None:
+            for arm, flags in arms.items():
+                arms[arm] = flags.replace("{lambda_sft}", str(args.eto_lambda_sft))
+        needed = itertools.chain(*(needed_by(arms[arm]) for arm in args.methods))
+        wanted = {*args.methods, *needed}
         small = not GPU and not any(word.startswith("--model") for word in more)
         if small:  # on a CPU, rounding depends on the number of threads, and so may the results
             os.environ["OMP_NUM_THREADS"] = "1"
-        make_runs(args.env, [arm for arm in ARMS if arm in wanted],
+        make_runs(args.env, {arm: flags for arm, flags in arms.items() if arm in wanted},
                   list(dict.fromkeys(args.seeds)), folder, more,
                   args.jobs or (min(os.cpu_count(), 8) if small else 1))
     runs = finished(folder)
