@@ -179,17 +179,20 @@ def add_pairs(
 
 
 def trained_on(pairs: dict, run: Path, phases: dict) -> tuple[str, dict]:
-    """Returns the name of the agent that was trained on the pairs, and the rows of its margins.jsonl.
+    """Finds the agent that was trained on the pairs: of the agents whose margins.jsonl has only
+    these pairs, the one with the most. One agent's pairs may be a part of another's.
 
-    A row of this file has the same keys as its pair, and also `first` and `last`. If no agent was
-    trained on the pairs yet, the name is "" and there are no rows.
+    Returns the name of the agent and the rows of its margins.jsonl by the names of their pairs, or
+    "" and {} if no agent was trained on the pairs yet. A row has the same keys as its pair, and
+    also `first` and `last`.
     """
+    name, margins = "", {}
     for row in phases_with(phases, "name", "steps"):
         logged = rows_in(run / row["output"] / "margins.jsonl")
-        margins = {name_of_pair(logged_row): logged_row for logged_row in logged}
-        if margins and margins.keys() <= pairs.keys():
-            return row["name"], margins
-    return "", {}
+        of_agent = {name_of_pair(logged_row): logged_row for logged_row in logged}
+        if of_agent.keys() <= pairs.keys() and len(of_agent) > len(margins):
+            name, margins = row["name"], of_agent
+    return name, margins
 
 
 def name_of_pair(row: dict) -> tuple:

@@ -23,7 +23,7 @@ function make(tag, properties, ...children) {
 const text = (tag, className, ...children) => make(tag, {className}, ...children);
 const button = (name, onclick, ...children) =>
   make("button", {type: "button", name, onclick}, ...children);
-const show = (number, digits = 2) => String(Number(number.toFixed(digits)));
+const show = number => String(Number(number.toFixed(2)));
 const grade = reward => reward >= success ? "good" : reward >= hard ? "hard" : "bad";
 const colour = agent => ["expert", "target", "failure"].includes(agent) ? agent : "other";
 const named = (agent, number = "") => text("span", `agent ${colour(agent)}`, agent, number);
@@ -174,14 +174,14 @@ function map() { // returns a table of all rewards of the task, agents x iterati
 }
 
 function pairRow(made, n) {
-  const [chosen, rejected] = made.sides, {first, last} = made;
-  const cell = content => make("td", {}, content);
-  const moved = (i, digits) => cell(first
-    ? `${show(first[i], digits)} \u2192 ${show(last[i], digits)}` : "\u2013");
+  const {sides: [chosen, rejected], weight, sft_weight, first, last} = made;
+  const cell = content => make("td", {}, content ?? "\u2013");
+  const moved = (i, digits) =>
+    cell(first && `${first[i].toFixed(digits)} \u2192 ${last[i].toFixed(digits)}`);
   return make("tr", {ariaCurrent: String(made === pair)},
     text("td", "left", button(`pair ${n}`, () => arrange(made.sides, made),
       ...label(chosen), " > ", ...label(rejected))),
-    text("td", "left", made.trains), cell(show(made.weight)), cell(show(made.sft_weight)),
+    text("td", "left", made.trains), cell(weight?.toFixed(2)), cell(sft_weight?.toFixed(2)),
     moved(2, 2), moved(0, 1), moved(1, 1));
 }
 
