@@ -94,16 +94,17 @@ const iterations = () => [...new Set(played(task).map(run => run.iteration))]
   .sort((a, b) => a - b);
 const hasOther = pair => pair.sides.some(run => !["expert", "target"].includes(run.agent));
 
-function open(other) { // opens a task in its last iteration that has a pair with the failure agent
+// Opens a task in its last iteration that has a pair with the failure agent, or else any pair.
+function open(other) {
   task = other;
-  const paired = task.pairs.filter(hasOther).map(pair => pair.iteration);
+  const {pairs} = task, paired = pairs.some(hasOther) ? pairs.filter(hasOther) : pairs;
   const [{messages, opening}] = task.runs;
   $("title").textContent = task.say || task.id;
   $("id").textContent = task.id;
   $("opening").textContent = messages?.slice(0, opening).map(m => m.content).join("\n\n");
   $("first").hidden = !opening;
   $("lacking").hidden = messages !== null;
-  turnTo(Math.max(...(paired.length ? paired : iterations())));
+  turnTo(Math.max(...(paired.length ? paired.map(pair => pair.iteration) : iterations())));
 }
 
 function turnTo(i) { // shows an iteration, at its first pair with the failure agent
