@@ -102,14 +102,12 @@ def test_the_page_is_one_file_that_refers_to_nothing_outside_and_holds_no_markup
     parser.feed(made)
     links = [a[name] for _, a in tags for name in ("src", "href", "action", "srcset") if name in a]
     assert links and all(link.startswith(("#", "data:")) for link in links)
-    assert sum(link.startswith("data:image/svg+xml") for link in links) == 2  # and training's
-    assert "url(" not in made.split("</style>")[0] and "@import" not in made
+    assert str(links).count("data:image/svg+xml") == 2  # and training's
     policy = next(a["content"] for _, a in tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
     assert made.count("<script") == made.count("</script") == 2  # the data and ours
     assert "<img src=x" not in made and "<!--" not in made and 'onerror="' not in made
-    assert HOSTILE in [m["content"] for task in data_of(made)["tasks"] for r in task["runs"]
-                       for m in r["messages"]]
+    assert json.dumps(HOSTILE) in json.dumps(data_of(made))
 
 
 def test_trajectories_are_unchanged_and_the_most_telling_tasks_come_first(run):
@@ -156,18 +154,16 @@ def test_the_page_of_a_run_of_the_core(small_run):
     messages."""
     data = conversations(small_run, 9.0)
     for name in "target", "failure":
-        rows = read_jsonl(small_run / f"iter1/pairs-{name}.jsonl")
         measured = read_jsonl(small_run / f"iter1/{name}-agent/margins.jsonl")
+        assert len(measured) == len(read_jsonl(small_run / f"iter1/pairs-{name}.jsonl"))
         for t in data["tasks"]:
-            made = [p for p in t["pairs"] if p["trains"] == name]
-            assert [(p["kind"], *(t["runs"][p[side]]["reward"] for side in ("chosen", "rejected")))
-                    for p in made] == [(r["kind"], r["chosen"]["reward"], r["rejected"]["reward"])
-                                       for r in rows if r["task"] == t["id"]]
-            assert [(p["first"], p["last"]) for p in made] == [
-                (r["first"], r["last"]) for r in measured if r["task"] == t["id"]]
+            made = [(p["kind"], p["first"], p["last"], t["runs"][p["chosen"]]["reward"],
+                     t["runs"][p["rejected"]]["reward"]) for p in t["pairs"] if p["trains"] == name]
+            assert made == [(r["kind"], r["first"], r["last"], r["chosen"]["reward"],
+                             r["rejected"]["reward"]) for r in measured if r["task"] == t["id"]]
     played = [r["messages"] for t in data["tasks"] for r in t["runs"] if r["from"] == "iter1/target"]
-    assert sorted(map(str, played)) == sorted(str(r["messages"])
-                                              for r in read_jsonl(small_run / "iter1/target.jsonl"))
+    explored = [row["messages"] for row in read_jsonl(small_run / "iter1/target.jsonl")]
+    assert sorted(played, key=str) == sorted(explored, key=str)
     assert len(training_figures(small_run)) == 4  # both SFT agents, both trained ones
 
 
@@ -224,6 +220,9 @@ def test_the_policy_lets_the_page_work_and_its_address_names_a_task(run, tmp_pat
 
 @needs_browser
 def test_the_tasks_are_found_and_shown_side_by_side(run, tmp_path):
+    """A fork may rename its target agent."""
+    for file in run.rglob("*.json*"):
+        file.write_text(file.read_text().replace('"target"', '"student"'))
     told = in_browser(tmp_path, page(run), """
         told.listed = {};
         for (const {value} of $("show").options) {
@@ -249,19 +248,19 @@ def test_the_tasks_are_found_and_shown_side_by_side(run, tmp_path):
             "hard": "train-3 train-0 test-0",  # failures of 0.7, 0.9 and 0.8, at least 0.6
             "solved": "train-2", "failed": "train-3 train-1 train-0 test-0",
             "better": "train-0 test-0", "worse": ""},
-        "squares": "bad hard hard bad",  # means: target 0.2, 0.7; failure agent 0.9, 0.1
-        "fork": ["expert 1 > target 0.5|target|-|-|-|-|-"],
+        "squares": "bad hard hard bad",  # means: student 0.2, 0.7; failure agent 0.9, 0.1
+        "fork": ["expert 1 > student 0.5|student|-|-|-|-|-"],
         "pairs": [
-            "expert 1 > failure 0.9|target|0.50|0.50|0.00~0.50|-10.0~-10.0|-30.0~-30.0",
-            "expert 1 > target 0.2|target|0.50|0.50|0.00~0.25|-110.0~-110.0|-120.0~-120.3",
-            "failure 0.9 > target 0.2|target|1.00|1.00|0.00~-0.25|-30.0~-30.0|-20.0~-20.0"],
+            "expert 1 > failure 0.9|student|0.50|0.50|0.00~0.50|-10.0~-10.0|-30.0~-30.0",
+            "expert 1 > student 0.2|student|0.50|0.50|0.00~0.25|-110.0~-110.0|-120.0~-120.3",
+            "failure 0.9 > student 0.2|student|1.00|1.00|0.00~-0.25|-30.0~-30.0|-20.0~-20.0"],
         # It opens at the first pair with the failure agent, which repeats one action of the expert.
         "heads": [
             "expert 1 chosen3 turns, done",
             "failure 0.9 rejectediteration 1, rollout 0, 4 turns, done, differs at turn 2",
-            "target 0.2iteration 1, rollout 0, 2 turns, done, differs at turn 2"],
+            "student 0.2iteration 1, rollout 0, 2 turns, done, differs at turn 2"],
         "parts": ["<script>", "target"], "cut": ["4, not trained on"],
-        "pair": "failure 0.9 chosen, target 0.2 rejected, expert 1",
+        "pair": "failure 0.9 chosen, student 0.2 rejected, expert 1",
         # The expert, the best failure of each agent, and the rest
-        "later": "expert 1, target 1 0.4, failure 0.1, target 0 1",
-        "reward": "expert 1, target 0 1, target 1 0.4, failure 0.1"}
+        "later": "expert 1, student 1 0.4, failure 0.1, student 0 1",
+        "reward": "expert 1, student 0 1, student 1 0.4, failure 0.1"}

@@ -30,6 +30,7 @@ from lab.runfiles import (
     phases_of,
     phases_with,
     rows_in,
+    target_of,
 )
 
 FILES = Path(__file__).parent / "files"
@@ -116,14 +117,15 @@ def conversations(run: Path, megabytes: float) -> dict:
     texts = instructions(runs)
     tasks = []
     room = 5e6 * megabytes  # in bytes before compression, which shrinks the data to about a fifth
-    for task in sorted(runs, key=lambda task: interest(runs[task].values())):
+    target = target_of(phases)
+    for task in sorted(runs, key=lambda task: interest(runs[task].values(), target)):
         shown = list(runs[task].values())
         size = len(json.dumps(shown))
         if room <= 0:
             shown = [trajectory | dict(messages=None) for trajectory in shown]
         room -= size
         tasks.append(dict(id=task, say=texts[task], runs=shown, pairs=pairs[task]))
-    return dict(tasks=tasks, success=SOLVED, hard=s["hard_threshold"],
+    return dict(tasks=tasks, target=target, success=SOLVED, hard=s["hard_threshold"],
                 cut_turns=s.get("cut_turns", -1))
 
 
@@ -199,7 +201,7 @@ def name_of_pair(row: dict) -> tuple:
     return row["task"], row["kind"], name_of(row["chosen"]), name_of(row["rejected"])
 
 
-def interest(runs) -> tuple:
+def interest(runs, target: str) -> tuple:
     """Returns the sort key of a task, computed from its trajectories. It sorts interesting tasks
     first:
 
@@ -214,7 +216,7 @@ def interest(runs) -> tuple:
         return True, 0.0, 0.0
     iteration = max(r["iteration"] for r in explored)
     last = [r for r in explored if r["iteration"] == iteration]
-    of_target = [r["reward"] for r in last if r["agent"] == "target"]
+    of_target = [r["reward"] for r in last if r["agent"] == target]
     failures = [r["reward"] for r in last if r["reward"] < SOLVED]
     return False, max(of_target, default=0.0), -max(failures, default=0.0)
 

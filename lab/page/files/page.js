@@ -4,7 +4,7 @@
 const $ = id => document.getElementById(id);
 const bytes = Uint8Array.from(atob($("data").textContent), c => c.charCodeAt(0));
 const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-const {tasks, success, hard, cut_turns} = await new Response(unpacked).json();
+const {tasks, target, success, hard, cut_turns} = await new Response(unpacked).json();
 
 for (const {runs, pairs} of tasks)
   for (const pair of pairs) pair.sides = [runs[pair.chosen], runs[pair.rejected]];
@@ -25,7 +25,8 @@ const button = (name, onclick, ...children) =>
   make("button", {type: "button", name, onclick}, ...children);
 const show = number => String(Number(number.toFixed(2)));
 const grade = reward => reward >= success ? "good" : reward >= hard ? "hard" : "bad";
-const colour = agent => ["expert", "target", "failure"].includes(agent) ? agent : "other";
+const colour = agent => agent === target ? "target"
+  : ["expert", "failure"].includes(agent) ? agent : "other";
 const named = (agent, number = "") => text("span", `agent ${colour(agent)}`, agent, number);
 
 function label(run) { // returns the agent, its rollout if there are several, and the reward
@@ -44,8 +45,8 @@ function course(task, agent) { // returns the mean reward of each iteration
   return Object.values(rewards).map(all => all.reduce((a, b) => a + b) / all.length);
 }
 
-const last = task => course(task, "target").at(-1);
-const change = task => last(task) - course(task, "target")[0];
+const last = task => course(task, target).at(-1);
+const change = task => last(task) - course(task, target)[0];
 const FILTERS = {
   all: () => true,
   hard: task => played(task).some(run => grade(run.reward) === "hard"),
@@ -92,7 +93,7 @@ function select(other) {
 
 const iterations = () => [...new Set(played(task).map(run => run.iteration))]
   .sort((a, b) => a - b);
-const hasOther = pair => pair.sides.some(run => !["expert", "target"].includes(run.agent));
+const hasOther = pair => pair.sides.some(run => !["expert", target].includes(run.agent));
 
 // Opens a task in its last iteration that has a pair with the failure agent, or else any pair.
 function open(other) {
