@@ -83,7 +83,7 @@ def label(ax, title: str, x: str = "", y: str = "") -> None:
     curves = [line for line in ax.lines if line.get_linestyle() != "None"]
     if curves and min(min(line.get_ydata()) for line in curves) >= 0:
         ax.set_ylim(bottom=max(0, ax.get_ylim()[0]))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def legend(drawing: Figure, ax) -> None:

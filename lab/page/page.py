@@ -206,19 +206,18 @@ def interest(runs, target: str) -> tuple:
     first:
 
     1. Explored tasks come before tasks that were only evaluated.
-    2. Explored tasks are sorted by the target agent's best reward in the last iteration, the lowest
-       first.
+    2. Tasks are sorted by the target agent's best reward in the last iteration, the lowest first.
+       Tasks that it has not played come last.
     3. If these rewards are equal, the task whose failures have the higher maximum reward comes
        first.
     """
-    explored = [r for r in runs if r["agent"] != "expert" and not r["from"].startswith("eval")]
-    if not explored:
-        return True, 0.0, 0.0
-    iteration = max(r["iteration"] for r in explored)
-    last = [r for r in explored if r["iteration"] == iteration]
+    played = [r for r in runs if r["agent"] != "expert"]
+    explored = [r for r in played if not r["from"].startswith("eval")]
+    iteration = max((r["iteration"] for r in explored or played), default=0)
+    last = [r for r in explored or played if r["iteration"] == iteration]
     of_target = [r["reward"] for r in last if r["agent"] == target]
     failures = [r["reward"] for r in last if r["reward"] < SOLVED]
-    return False, max(of_target, default=0.0), -max(failures, default=0.0)
+    return not explored, max(of_target, default=1.0), -max(failures, default=0.0)
 
 
 def instructions(runs: dict[str, dict]) -> dict[str, str]:

@@ -108,11 +108,13 @@ function open(other) {
   turnTo(Math.max(...(paired.length ? paired.map(pair => pair.iteration) : iterations())));
 }
 
-function turnTo(i) { // shows an iteration, at its first pair with the failure agent
+// Shows an iteration at its first pair with the failure agent, one with the expert if there is one.
+function turnTo(i) {
   iteration = i;
   columns = ordered([]);
   const all = pairsHere();
-  const first = all.find(hasOther) || all[0];
+  const first = all.find(pair => isExpert(pair.sides[0]) && hasOther(pair))
+    || all.find(hasOther) || all[0];
   arrange(first ? first.sides : [], first);
 }
 
