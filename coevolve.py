@@ -56,8 +56,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, Optional
 
+import common.settings as types
 import dpo
-from common import settings as types
 from common.files import seed_of
 from dpo import Group, Pair, Trajectory, better, equal
 from engine.command import main

@@ -68,6 +68,9 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Literal
 
+import common.settings as types
+
+# isort: split
 import torch
 from torch.distributed.checkpoint import state_dict as states
 
@@ -84,7 +87,6 @@ from coevolve import (
     train_sft,
     usable,
 )
-from common import settings as types
 from common.files import seed_of
 from common.settings import UsageError
 from dpo import Group, Trajectory

@@ -26,16 +26,23 @@ supported() {
 # Prints the requirements that interpreter $1 lacks. Fails if there are any.
 satisfied() { "$1" "$here/lab/requirements.py" "$here/requirements.txt" 2>/dev/null; }
 
+# These two find the GPUs of a machine. engine/machine.py has the same rule: a container may have only
+# some of the GPU devices, and WSL has none of them.
+has_nvidia() {
+    compgen -G '/dev/nvidia[0-9]*' >/dev/null || [[ $(nvidia-smi -L 2>/dev/null) == "GPU "* ]]
+}
+has_amd() { [ -e /dev/kfd ]; }
+
 # Chooses the torch wheel for this machine. Sets `torch` to its description and `index` to the package
-# index that has it, which is empty for PyPI, whose wheels for Linux include gigabytes of CUDA. An
-# empty CUDA_VISIBLE_DEVICES selects the wheel for CPUs.
+# index that has it, which is empty for PyPI, whose wheels for Linux need 5 GB with the packages of
+# CUDA. CUDA_VISIBLE_DEVICES selects the wheel for CPUs if it is empty or -1.
 choose_torch() {
     local cpu=https://download.pytorch.org/whl/cpu version=
     torch=PyPI index=
     if [ "$(uname)" != Linux ]; then return; fi
-    if [ "${CUDA_VISIBLE_DEVICES-all}" = "" ]; then torch="for CPUs" index=$cpu
-    elif [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; then torch="for CUDA"
-    elif [ -e /dev/kfd ]; then
+    if [[ ${CUDA_VISIBLE_DEVICES-all} =~ ^(-1)?$ ]]; then torch="for CPUs" index=$cpu
+    elif has_nvidia; then torch="for CUDA"
+    elif has_amd; then
         read -r version 2>/dev/null </opt/rocm/.info/version || true
         [[ $version =~ ^[0-9]+\.[0-9]+ ]] ||
             fail "this machine has an AMD GPU, but no ROCm version in /opt/rocm/.info/version;" \
@@ -62,11 +69,15 @@ install() {
         fail "$python cannot make a virtual environment; on Debian or Ubuntu:" \
              "apt install python3-venv (details: $log)"; }
     if [ -n "$index" ] && ! "$venv/bin/python" -m pip config list | grep index-url >/dev/null; then
-        "$venv/bin/python" -m pip install --index-url "$index" \
-            "$(grep -o '^torch[^ ]*' "$here/requirements.txt")" >>"$log" 2>&1 ||
-            [ "$torch" = "for CPUs" ] || {  # PyPI's wheel also runs on CPUs
+        if ! "$venv/bin/python" -m pip install --retries 0 --index-url "$index" \
+            "$(grep -o '^torch[^ ]*' "$here/requirements.txt")" >>"$log" 2>&1; then
+            if [ "$torch" != "for CPUs" ]; then
                 rm "$venv/installing"
-                fail "pip found no torch $torch; install it into $venv yourself (pip's output: $log)"; }
+                fail "pip found no torch $torch; install it into $venv yourself (pip's output: $log)"
+            fi
+            echo "run.sh: pip got no torch from $index, so it installs PyPI's, which also runs on" \
+                 "CPUs, but needs 5 GB with the packages of CUDA" >&2
+        fi
     fi
     "$venv/bin/python" -m pip install -r "$here/requirements.txt" \
         $(sed -n 's/^# optional: \([^ ]*\).*/\1/p' "$here/requirements.txt") >>"$log" 2>&1 || {
@@ -172,8 +183,8 @@ program() { exec "$python" -m "$@"; }
 # Prints the number of GPUs that torch can use, which CUDA_VISIBLE_DEVICES may limit. Without a GPU
 # device, the slow import of torch is skipped.
 gpus() {
-    if [ ! -e /dev/nvidia0 ] && [ ! -e /dev/kfd ] && ! command -v nvidia-smi >/dev/null; then echo 0
-    else "$python" -c 'import torch; print(torch.cuda.device_count())'; fi
+    if has_nvidia || has_amd; then "$python" -c 'import torch; print(torch.cuda.device_count())'
+    else echo 0; fi
 }
 
 # Runs a program as one process per GPU. If one of them fails, all are ended.

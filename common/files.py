@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -125,6 +126,34 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def copy_folder(source: Path, target: Path, copy: Callable = shutil.copyfile) -> None:
+    """Copies a folder, whose copy must not exist yet.
+
+    The copies have the mode that the umask gives to new files, not the mode of the originals.
+
+    Args:
+        source, target: The folder, and the path of its copy.
+        copy: A function copy(source, target) that copies a file.
+    """
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_dir():
+            copy_folder(path, target / path.name, copy)
+        else:
+            copy(path, target / path.name)
+
+
+def share_weights(folder: Path) -> None:
+    """Gives the weight files of a model the same mode as its config.json.
+
+    safetensors renames a temporary file that only its owner can read, whatever the umask is.
+    """
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        if file.stat().st_mode != mode:
+            file.chmod(mode)
 
 
 def lock(folder: Path):

@@ -100,8 +100,9 @@ Share = limited(float, "must be at least 0 and below 1", lambda x: 0 <= x < 1)
 # quotients must be within the range of float32.
 Temperature = limited(float, "must be 0 (greedy decoding) or at least 0.001",
                       lambda x: x == 0 or x >= 0.001)
-OldFile = limited(Optional[str], "does not exist; give an existing file or folder",
-                  lambda name: Path(name).exists())
+# A pipe, as in --experts <(zcat FILE), is refused, because a resumed run could not read it again.
+OldFile = limited(Optional[str], "does not exist, or is a pipe; give an existing file or folder",
+                  lambda name: Path(name).is_file() or Path(name).is_dir())
 # A condition on settings that select a real environment, such as a WebShop server. The model "tiny"
 # cannot be used in real environments, because its vocabulary contains only the words of the
 # built-in environments.
@@ -171,6 +172,10 @@ class Setting:
     def follows(self) -> str | None:
         """The name of the setting that this setting follows, or None."""
         return next((mark.name for mark in self.marks if isinstance(mark, Follows)), None)
+
+    def has_followed(self, values: dict) -> bool:
+        """Returns True if the setting has the same value as the one that it follows."""
+        return self.follows is not None and values.get(self.name) == values.get(self.follows)
 
 
 @cache
@@ -480,18 +485,18 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
         settings, env_settings: The settings of the program and of the environment.
     """
     problems = []
+    values = vars(settings) | vars(env_settings)
     for name in given:
         if name not in reads:
             problems.append(f"{flag(name)} is not read by --method {settings.method}")
-    for name, value in (vars(settings) | vars(env_settings)).items():
-        followed = declared[name].follows
-        if followed and value == getattr(settings, followed):
+    for name, value in values.items():
+        if declared[name].has_followed(values):
             continue  # an invalid value is reported once
         limits = [mark for mark in declared[name].marks if isinstance(mark, Limits)]
         for limit in [FINITE, *limits]:
             if name in reads and not limit.holds(value, settings):
                 problems.append(f"{flag(name)} {value}: {limit.message}")
-    all_settings = SimpleNamespace(**vars(settings), **vars(env_settings))
+    all_settings = SimpleNamespace(**values)
     conflicts = settings.conflicts(all_settings) + env_settings.conflicts(all_settings)
     for is_conflict, flags, message in conflicts:
         if is_conflict:

@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from common.files import check_version, read_json, remove
+from common.files import check_version, copy_folder, read_json, remove
 from common.settings import FREE, UsageError, has_mark, settings_of
 from engine.code import code_differences
 from engine.console import counted
@@ -49,7 +49,7 @@ def take(run, branch: str, now: dict) -> dict:
 
     # 2. Compare the settings.
     config = read_json(source / "config.json")
-    changes = differing_settings(config["settings"], now)
+    changes = differing_settings(config["settings"], now, settings_of(type(run.settings)))
     options = type(run.options)
     env_options = [name for name in settings_of(options) if not has_mark(options, name, FREE)]
     conflicts = [changes[name] for name in ("env", *env_options, "model", "view")
@@ -98,16 +98,18 @@ def settings_of_run(branch: str) -> dict:
     return read_json(config).get("settings", {}) if config.exists() else {}
 
 
-def differing_settings(before: dict, now: dict) -> dict[str, str]:
+def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str]:
     """Compares the settings of two runs, and returns a dict of those that differ.
 
     The dict maps the name of a setting to a description such as "beta (0.1 -> 0.2)". If a run does
-    not have the setting, the description contains "-" instead of a value.
+    not have the setting, the description contains "-" instead of a value. A setting that has the
+    value of the one that it follows in both runs is left out.
     """
     changes = {}
     for name in sorted(before.keys() | now.keys()):
         values = before.get(name, "-"), now.get(name, "-")
-        if values[0] != values[1] and name not in ("out", "branch"):
+        follows = name in declared and all(map(declared[name].has_followed, (before, now)))
+        if values[0] != values[1] and not follows and name not in ("out", "branch"):
             changes[name] = f"{name} ({values[0]} -> {values[1]})"
     return changes
 
@@ -117,22 +119,24 @@ def copy(source: Path, target: Path) -> None:
     remove(target)  # an interrupted copy may have left an incomplete target
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target, copy_function=link)
+        copy_folder(source, target, link)
     else:
         shutil.copyfile(source, target)
 
 
-def link(source: str, target: str) -> None:
+def link(source: Path, target: Path) -> None:
     """Makes a hard link to a weight file, or a copy of any other file.
 
     Other files are copied, because users may edit them, and an edit must not change the original
-    run. Users do not edit weight files.
+    run. Users do not edit weight files. A weight file is also copied if a new file would have
+    another mode, for example because the other run belongs to another user.
     """
-    try:
-        if not source.endswith((".safetensors", ".pt")):
-            raise OSError
-        os.link(source, target)
-    except OSError:
-        # Copy the file, because it is not a weight file, or because `target` is on another disk,
-        # where a hard link is not possible.
-        shutil.copyfile(source, target)
+    target.touch()
+    is_weights = source.suffix in (".safetensors", ".pt")
+    if is_weights and target.stat().st_mode == source.stat().st_mode:
+        try:
+            target.unlink()
+            return os.link(source, target)
+        except OSError:  # `target` is on another disk, where a hard link is not possible
+            pass
+    shutil.copyfile(source, target)

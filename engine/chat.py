@@ -7,7 +7,9 @@ after each message.
 """
 
 import hashlib
+import re
 from dataclasses import replace
+from datetime import datetime
 
 from common.settings import UsageError
 from dpo import Ids, Trajectory
@@ -336,14 +338,10 @@ def hard_conversation() -> list[dict]:
 
 
 # Some templates write today's date into the prompt, so the prompt is different every day. Agents
-# should get the same prompt during and after training. The macro below is therefore inserted at the
-# start of such a template. The macro always returns 26 July 2024, the default date in Llama 3's
-# template.
-FIXED_DATE = """{%- macro strftime_now(form) -%}
-    {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
-        | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
-        | replace("%a", "Fri") | replace("%A", "Friday") -}}
-{%- endmacro -%}"""
+# should get the same prompt during and after training. Such a template gets this date instead, the
+# default date in Llama 3's template.
+DATE = datetime(2024, 7, 26)
+TODAY = re.compile(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 
 
 class Template:
@@ -385,8 +383,10 @@ class Template:
         except ValueError:
             self.refuse("none of its chat templates is called default: "
                         f"{', '.join(tokenizer.chat_template)}; save it with only one template")
-        if "strftime_now" in self.text and FIXED_DATE not in self.text:
-            self.text = FIXED_DATE + self.text
+        self.text = TODAY.sub(lambda call: call[1] + DATE.strftime(call[2]) + call[1], self.text)
+        if re.search(r"(?<!macro )strftime_now\s*\(", self.text):
+            self.refuse("its chat template calls strftime_now with a variable, so its prompts "
+                        "would change every day; write the format into the call")
 
         # 2. Render conversations in which every message is the word CONTENT. Split the rendered
         # text at these words, to get the text between the messages.

@@ -6,7 +6,6 @@
 import gc
 import os
 import re
-import select
 import shlex
 import signal
 import sys
@@ -55,9 +54,10 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     # Characters that the console cannot encode are escaped, because an encoding error would end the
-    # run.
+    # run. In a notebook, the output streams have no encoding.
     for stream in sys.stdout, sys.stderr:
-        stream.reconfigure(errors="backslashreplace", line_buffering=True)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     transformers.utils.logging.disable_progress_bar()
     run = None
     try:
@@ -84,8 +84,6 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         run.machine.accelerator.end_training()
         run.print("\n".join(closing_lines(run, page)))
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and is_unread():
-            os._exit(128 + signal.SIGPIPE)
         line = one_line(error, resumes=run is not None)
         if line is None:
             raise
@@ -112,14 +110,6 @@ def closing_lines(run, page: str) -> list[str]:
     if any(output.endswith(("sft-target", "/target-agent")) for output in run.done):
         lines.append(f"bash run.sh play {run.settings.env} --agent {folder}")
     return lines
-
-
-def is_unread() -> bool:
-    """Returns True if stdout or stderr is a pipe whose reader, such as `head`, has exited."""
-    pipes = select.poll()
-    pipes.register(1, 0)
-    pipes.register(2, 0)
-    return any(event & select.POLLERR for _, event in pipes.poll(0))
 
 
 def one_line(error: Exception, resumes: bool = False) -> str | None:

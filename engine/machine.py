@@ -6,6 +6,7 @@ functions for memory, such as `training_bytes` and `slots_that_fit`, use only a 
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -377,11 +378,24 @@ def check_torch() -> None:
     """Raises UsageError if the machine has a GPU, but the installed torch cannot use it.
 
     Without this error, torch would silently train on the CPU, which takes weeks. To train on the
-    CPU on purpose, set CUDA_VISIBLE_DEVICES to an empty string.
+    CPU on purpose, set CUDA_VISIBLE_DEVICES to an empty string or to -1.
     """
-    has_gpu = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
-    wants_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    if has_gpu and wants_gpu and not torch.cuda.is_available():
+    wants_gpu = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    if wants_gpu and not torch.cuda.is_available() and has_gpu():
         raise UsageError(f"torch {torch.__version__} cannot use this machine's GPUs; install torch "
                          "for them (pytorch.org/get-started) or fix their driver, or set "
                          "CUDA_VISIBLE_DEVICES= to train on the CPU")
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Returns True if the machine has a GPU of NVIDIA or AMD. run.sh uses the same rule.
+
+    A container may have only some of the GPU devices, and WSL has none of them.
+    """
+    if (devices / "kfd").exists() or any(devices.glob("nvidia[0-9]*")):
+        return True
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    except OSError:
+        return False
+    return listed.stdout.startswith("GPU ")

@@ -14,6 +14,7 @@ import os
 import re
 from collections import Counter
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +32,7 @@ from tqdm import tqdm
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from common.files import read_json, write_json
+from common.files import read_json, share_weights, write_json
 from common.settings import UsageError
 from engine.chat import Encoder, first_line
 
@@ -62,12 +63,17 @@ def read(kind, folder, **options):
     Python code in the folder is never executed (trust_remote_code=False). If `folder` is a name on
     the Hub, this process reads all files of the model from the same commit.
 
-    Raises UsageError if from_pretrained fails.
+    Raises UsageError if from_pretrained fails, and PermissionError if the cause is a file that may
+    not be read.
     """
     options |= dict(trust_remote_code=False, revision=commit_of(str(folder)) or "main")
     try:
         return kind.from_pretrained(str(folder), **options)
     except Exception as error:  # safetensors and tokenizers define their own exception classes
+        for file in Path(folder).glob("*"):
+            if not os.access(file, os.R_OK):
+                raise PermissionError(f"{file}: this user may not read it; ask its owner for "
+                                      f"chmod a+r {file}") from None
         raise UsageError(f"--model {folder}: {first_line(error)}; give a name on the Hub that can "
                          "be reached, or a folder with the config, weights and tokenizer of a "
                          "causal LM") from None
@@ -183,6 +189,7 @@ def read_config(folder):
     text = config.get_text_config(decoder=True)
     if type(text) is not type(config) and is_causal_lm(text):
         text.tie_word_embeddings |= config.tie_word_embeddings
+        text.name_or_path = config.name_or_path
         return text
     if not is_causal_lm(config):
         raise UsageError(f"--model {folder}: {config.model_type} is not a causal language model "
@@ -596,6 +603,7 @@ def write(model, encoder: Encoder, folder, weights: dict) -> None:
     """
     model.generation_config = saved_generation_config(model.generation_config, encoder)
     model.config.pad_token_id = model.generation_config.pad_token_id
+    model.config.eos_token_id = encoder.end_of_turn
     model.save_pretrained(folder, state_dict=weights)
     tokenizer = encoder.tokenizer
     tokenizer.pad_token_id = model.generation_config.pad_token_id
@@ -604,49 +612,50 @@ def write(model, encoder: Encoder, folder, weights: dict) -> None:
     if encoder.template.text != tokenizer.get_chat_template():
         tokenizer.chat_template = encoder.template.text
     tokenizer.save_pretrained(folder)
-    write_for_transformers_4(Path(folder))
+    folder = Path(folder)
+    write_json(folder / "config.json", saved_config(model))
+    write_json(folder / "tokenizer_config.json", saved_tokenizer_config(folder))
+    share_weights(folder)
 
 
-# RoPE parameters that transformers 4 expects at the top level of config.json, not in
-# `rope_scaling`.
-OUTSIDE_SCALING = ("rope_theta", "partial_rotary_factor")
+def saved_config(model) -> dict:
+    """Returns the content of an agent's config.json: that of its base model, with what has changed.
 
-
-def write_for_transformers_4(folder: Path) -> None:
-    """Adds entries to the files of a saved model, so that transformers 4 can read it.
-
-    Many inference servers and converters still use transformers 4. That version expects some
-    entries under other names. For example, if transformers 4 does not find `rope_theta` at the top
-    level of config.json, it uses a default value without any message.
+    Whatever reads the base model can then read the agent, too. If this version of transformers
+    wrote all fields anew, other versions would not know some of them, and would silently use
+    defaults instead, for example for RoPE. If the base model is multimodal, the agent is only its
+    language model, and gets the fields of this model.
     """
-    config = read_json(folder / "config.json")
-    config.pop("auto_map", None)  # auto_map refers to Python files that are not saved
-    rope = config.get("rope_parameters") or {}
-    if config["model_type"].startswith("gemma3"):
-        # The two attention types of Gemma 3 have different RoPE thetas.
-        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    if "rope_theta" in rope:
-        for name in OUTSIDE_SCALING:
-            if name in rope:
-                config[name] = rope[name]
-        kind = rope.get("rope_type", "default")
-        scaling = {name: value for name, value in rope.items() if name not in OUTSIDE_SCALING}
-        if kind == "longrope":  # transformers 4 accepts only these three entries in rope_scaling
-            scaling = dict(type=kind, short_factor=rope["short_factor"],
-                           long_factor=rope["long_factor"])
-            positions = rope["original_max_position_embeddings"]
-            config["original_max_position_embeddings"] = positions
-        config["rope_scaling"] = None if kind == "default" else scaling
-    write_json(folder / "config.json", config)
+    config = model.config
+    base = config.name_or_path
+    content = read_json(Path(cached_file(base, "config.json", revision=commit_of(base))))
+    if "text_config" not in config.sub_configs:
+        content = content.get("text_config", content)
+    before = type(config).from_dict(deepcopy(content), name_or_path=base).to_dict()
+    changed = {}
+    for name, value in config.to_dict().items():
+        if value != before.get(name) and name not in config.sub_configs:
+            changed[name] = value
+    if "dtype" in changed and "torch_dtype" in content:  # the name in transformers 4
+        changed["torch_dtype"] = changed.pop("dtype")
+    content |= changed | dict(model_type=config.model_type)
+    content.pop("auto_map", None)  # it names Python files, which are not saved
+    content.pop("quantization_config", None)  # the saved weights are fp32
+    return content
 
-    config = read_json(folder / "tokenizer_config.json")
+
+def saved_tokenizer_config(folder: Path) -> dict:
+    """Returns the tokenizer_config.json in a folder, in a form that transformers 4 can read, too.
+
+    Many inference servers and converters still use transformers 4.
+    """
+    content = read_json(folder / "tokenizer_config.json")
     for name in ("is_local", "local_files_only", "auto_map"):
-        config.pop(name, None)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(config.get("extra_special_tokens"), list):
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    write_json(folder / "tokenizer_config.json", config)
+        content.pop(name, None)
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(content.get("extra_special_tokens"), list):
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    return content
 
 
 def saved_generation_config(base, encoder: Encoder) -> transformers.GenerationConfig:

@@ -12,7 +12,6 @@ config.json has the settings of the run, and phases.json has a record of each ou
 """
 
 import os
-import shutil
 import time
 from collections import UserList
 from collections.abc import Callable, Iterable
@@ -377,7 +376,9 @@ class Phases:
                     models.save_tensors(content, path / name)
         elif isinstance(value, Path):
             if self.main:
-                shutil.copytree(value, path, ignore=shutil.ignore_patterns("*.jsonl"))
+                files.copy_folder(value, path)
+                for log in path.glob("*.jsonl"):
+                    log.unlink()
         elif is_rows(value):
             trajectories_by_name(trajectories_in(value))
             check_pairs(value, inputs)

