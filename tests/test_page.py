@@ -16,7 +16,7 @@ from conftest import ROOT
 from test_report import PHASES, evaluation, exploration, trained, trajectory, write_lines, write_run
 
 from common.files import read_jsonl
-from lab.page.figures import training_figures
+from lab.page.figures import means, training_figures
 from lab.page.page import conversations, main, page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
@@ -41,7 +41,8 @@ def pair(task, kind, chosen, rejected, weight=0.5):
 @pytest.fixture
 def run(tmp_path):
     """Four tasks in two iterations and an evaluated one. The failure agent's observations are
-    hostile."""
+    hostile, and its own pairs are a part of the target's. The last pair is a fork's and has no
+    weights."""
     rewards = {1: ((0.2, 0.9), (0.5, 0.25), (1.0, 1.0), (0.0, 0.0)),
                2: ((1.0, 0.1), (0.5, 0.25), (1.0, 1.0), (0.0, 0.7))}
     phases = {"experts.jsonl": {**PHASES["experts.jsonl"], "dropped": {HOSTILE: 2}},
@@ -49,7 +50,8 @@ def run(tmp_path):
     for i in rewards:
         phases |= {f"iter{i}/{agent}.jsonl": exploration(agent, 4, 0.25, 0.25, 0.5, i=i)
                    for agent in ("target", "failure")}
-    phases |= {"iter1/pairs-target.jsonl": PHASES["iter1/pairs-target.jsonl"],
+    phases |= {"iter1/failure-agent": trained(name="failure", i=1, steps=3),
+               "iter1/pairs-target.jsonl": PHASES["iter1/pairs-target.jsonl"],
                "iter1/target-agent": trained(name="target", i=1, steps=3),
                "eval-1-target-test.jsonl": evaluation("target", 1, 0.8, 0.0)}
     folder = write_run(tmp_path / "run", phases, model=HOSTILE, cut_turns=0)
@@ -57,22 +59,27 @@ def run(tmp_path):
     write_lines(folder / "experts.jsonl", [trajectory(t, "expert", 1.0, script, 0) for t in TASKS])
     for i, of_tasks in rewards.items():
         for k, agent in enumerate(("target", "failure")):
-            replies = [*script[:k + 1], f"Thought: hm\nAction: {agent}"]
+            replies = [*script[:k + 1], f"Thought: hm\nAction: {agent}", *k * ["click[end]"]]
             rows = [trajectory(t, agent, r[k], replies, i) for t, r in zip(TASKS, of_tasks)]
             if agent == "failure":
                 rows[0]["messages"][4]["content"] = HOSTILE
                 rows[0]["messages"][3]["content"] = HOSTILE  # its second reply
+            elif i == 2:
+                rows.append(trajectory(TASKS[0], agent, 0.4, replies, i, rollout=1))
             write_lines(folder / f"iter{i}/{agent}.jsonl", rows)
     pairs = [
         pair(TASKS[0], "expert>target", ("expert", 1.0), ("target", 0.2)),
         pair(TASKS[0], "expert>failure", ("expert", 1.0), ("failure", 0.9)),
         pair(TASKS[0], "failure>failure", ("failure", 0.9), ("target", 0.2), weight=1.0),
         pair(TASKS[1], "expert>target", ("expert", 1.0), ("target", 0.5))]
+    del pairs[3]["weight"], pairs[3]["sft_weight"]
     write_lines(folder / "iter1/pairs-target.jsonl", pairs)
     first, last = ([[-110.0, -120.0 - x, x], [-10.0, -30.0, 2 * x], [-30.0, -20.0, -x]]
                    for x in (0.0, 0.25))
     write_lines(folder / "iter1/target-agent/margins.jsonl", [
         row | dict(first=a, last=b) for row, a, b in zip(pairs, first, last)])
+    write_lines(folder / "iter1/failure-agent/margins.jsonl", [
+        pairs[2] | dict(first=[0, 0, 0], last=[0, 0, 9])])
     write_lines(folder / "iter1/target-agent/train.jsonl", [dict(
         step=n, loss=0.7, kinds={"expert>target": dict(
             count=2, chosen=-1.0, rejected=-2.0, margin=n / 10, accuracy=0.5)})
@@ -95,14 +102,12 @@ def test_the_page_is_one_file_that_refers_to_nothing_outside_and_holds_no_markup
     parser.feed(made)
     links = [a[name] for _, a in tags for name in ("src", "href", "action", "srcset") if name in a]
     assert links and all(link.startswith(("#", "data:")) for link in links)
-    assert sum(link.startswith("data:image/svg+xml") for link in links) == 2  # and training's
-    assert "url(" not in made.split("</style>")[0] and "@import" not in made
+    assert str(links).count("data:image/svg+xml") == 2  # and training's
     policy = next(a["content"] for _, a in tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
     assert made.count("<script") == made.count("</script") == 2  # the data and ours
     assert "<img src=x" not in made and "<!--" not in made and 'onerror="' not in made
-    assert HOSTILE in [m["content"] for task in data_of(made)["tasks"] for r in task["runs"]
-                       for m in r["messages"]]
+    assert json.dumps(HOSTILE) in json.dumps(data_of(made))
 
 
 def test_trajectories_are_unchanged_and_the_most_telling_tasks_come_first(run):
@@ -113,7 +118,7 @@ def test_trajectories_are_unchanged_and_the_most_telling_tasks_come_first(run):
     task = data["tasks"][2]
     assert [(r["agent"], r["iteration"], r["reward"]) for r in task["runs"]] == [
         ("expert", 0, 1.0), ("target", 1, 0.2), ("failure", 1, 0.9), ("target", 2, 1.0),
-        ("failure", 2, 0.1)]
+        ("target", 2, 0.4), ("failure", 2, 0.1)]
     assert task["runs"][2]["messages"] == read_jsonl(run / "iter1/failure.jsonl")[0]["messages"]
     assert task["runs"][2]["opening"] == 1 and not {"ids", "action_mask"} & {*task["runs"][2]}
 
@@ -134,9 +139,9 @@ def test_the_page_of_an_unfinished_run(run, tmp_path):
     (run / "iter2/failure.jsonl").write_text("{half")
     (run / "eval-1-target-test.jsonl").unlink()
     made = page(run)
-    assert "8 phases so far, the last eval-1-target-test.jsonl" in made
-    assert all(r["agent"] != "failure" or r["iteration"] == 1 for t in data_of(made)["tasks"]
-               for r in t["runs"])
+    assert "9 phases so far, the last eval-1-target-test.jsonl" in made
+    assert {r["iteration"] for t in data_of(made)["tasks"] for r in t["runs"]
+            if r["agent"] == "failure"} == {1}
 
     begun = write_run(tmp_path / "begun", {})
     (begun / "phases.json").unlink()
@@ -149,19 +154,16 @@ def test_the_page_of_a_run_of_the_core(small_run):
     messages."""
     data = conversations(small_run, 9.0)
     for name in "target", "failure":
-        rows = read_jsonl(small_run / f"iter1/pairs-{name}.jsonl")
         measured = read_jsonl(small_run / f"iter1/{name}-agent/margins.jsonl")
+        assert len(measured) == len(read_jsonl(small_run / f"iter1/pairs-{name}.jsonl"))
         for t in data["tasks"]:
-            made = [p for p in t["pairs"] if p["trains"] == name]
-            assert [(p["kind"], *(t["runs"][p[side]]["reward"] for side in ("chosen", "rejected")))
-                    for p in made] == [(r["kind"], r["chosen"]["reward"], r["rejected"]["reward"])
-                                       for r in rows if r["task"] == t["id"]]
-            assert [(p["first"], p["last"]) for p in made] == [
-                (r["first"], r["last"]) for r in measured if r["task"] == t["id"]]
+            made = [(p["kind"], p["first"], p["last"], t["runs"][p["chosen"]]["reward"],
+                     t["runs"][p["rejected"]]["reward"]) for p in t["pairs"] if p["trains"] == name]
+            assert made == [(r["kind"], r["first"], r["last"], r["chosen"]["reward"],
+                             r["rejected"]["reward"]) for r in measured if r["task"] == t["id"]]
     played = [r["messages"] for t in data["tasks"] for r in t["runs"] if r["from"] == "iter1/target"]
-    assert sorted(map(str, played)) == sorted(str(r["messages"])
-                                              for r in read_jsonl(small_run / "iter1/target.jsonl"))
-    assert data["agents"] == ["target", "failure"]
+    explored = [row["messages"] for row in read_jsonl(small_run / "iter1/target.jsonl")]
+    assert sorted(played, key=str) == sorted(explored, key=str)
     assert len(training_figures(small_run)) == 4  # both SFT agents, both trained ones
 
 
@@ -175,8 +177,12 @@ def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
               $(id).value = value;
               $(id).dispatchEvent(new Event("input", {{bubbles: true}})); }};
             const all = selector => [...document.querySelectorAll(selector)];
-            const press = key => document.dispatchEvent(new KeyboardEvent("keydown", {{key}}));
-            const shown = () => all("#list tr[data-task]").map(tr => tr.dataset.task.slice(8));
+            const texts = selector => all(selector).map(e => e.textContent);
+            const shown = () => all("#list input").map(e => e.value.slice(8));
+            const cells = () => all("#rows tr").map(tr => [...tr.cells].map(td => td.textContent
+              .replace("\\u2013", "-").replace(" \\u2192 ", "~")).join("|"));
+            const columns_shown = () => texts(".who").map(text =>
+              text.replace(/(iteration|\\d turns).*/, "")).join(", ");
             const told = {{}}; {script}
             document.body.textContent = JSON.stringify(told);
             </script></body>""")
@@ -191,6 +197,12 @@ def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
     return json.loads(html.unescape(re.search(r"<body>(.*)</body>", done.stdout, re.S)[1]))
 
 
+def test_a_long_training_curve_has_the_means_of_consecutive_steps():
+    x, y = means([(step, step ** 2) for step in range(1, 81)])
+    assert (len(x), x[0], y[0]) == (40, 1.5, 2.5)  # (1 + 2) / 2, (1 + 4) / 2
+    assert means([(1, 3)]).tolist() == [[1], [3]]
+
+
 def test_figures_need_no_backend_that_a_notebook_sets():
     notebook = os.environ | dict(MPLBACKEND="module://matplotlib_inline.backend_inline")
     code = "from lab.page import figures; print(figures.matplotlib.get_backend().lower())"
@@ -202,52 +214,53 @@ def test_figures_need_no_backend_that_a_notebook_sets():
 @needs_browser
 def test_the_policy_lets_the_page_work_and_its_address_names_a_task(run, tmp_path):
     shown = in_browser(tmp_path, page(run), fragment=TASKS[1])
-    assert re.search(rf'data-task="{TASKS[1]}" aria-current="true"', shown)
-    assert shown.count('class="who ') == 3  # expert, target, failure agent of the last iteration
+    assert re.search(rf'<p id="id"[^>]*>{TASKS[1]}</p>', shown)
     assert "<title>pwned" not in shown and '<img src="x"' not in shown
 
 
 @needs_browser
-def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
+def test_the_tasks_are_found_and_shown_side_by_side(run, tmp_path):
+    """A fork may rename its target agent."""
+    for file in run.rglob("*.json*"):
+        file.write_text(file.read_text().replace('"target"', '"student"'))
     told = in_browser(tmp_path, page(run), """
-        told.all = shown();
-        pick("split", "train"); pick("show", "hard"); pick("sort", "-hardest"); told.hard = shown();
-        pick("show", "pairs"); told.pairs = shown();
-        pick("show", "all"); pick("sort", "reward"); told.reward = shown();
-        pick("course", "better"); told.better = shown();
-        pick("course", "all"); pick("search", "TRAIN-2"); told.search = shown();
-        pick("search", ""); pick("sort", "telling"); pick("split", "all");
-        document.querySelector("tr[data-task=webshop-train-0] button").click();
-        told.hash = location.hash;
-        document.querySelector('[data-iteration="1"]').click();
-        told.heads = all(".talk .who").map(e => e.textContent);
-        told.broken = document.body.innerText.match(/\\[object|undefined|NaN/g);
-        told.parts = all(".turn.parts .action").map(e => e.textContent.slice(0, 8));
-        told.rows = all(".pairs tbody tr").map(e => [...e.cells].map(c => c.textContent));
+        told.listed = {};
+        for (const {value} of $("show").options) {
+          pick("show", value);
+          told.listed[value] = shown().join(" "); }
+        pick("show", "all"); pick("search", "TRAIN-2 red"); told.found = shown(); pick("search", "");
+        all("#list input")[1].click(); told.fork = cells();
+        all("#list input")[2].click(); told.hash = location.hash; told.pairs = cells();
+        told.squares = [...all("#list label")[2].querySelectorAll("i")].map(e => e.className).join(" ");
+        told.heads = texts(".who"); told.cut = texts(".cut .number");
+        told.parts = texts(".parts .action").map(text => text.slice(0, 8));
+        told.said = texts(".action, .page");
         told.pwned = document.title === "pwned" || all("#detail script, #detail img").length;
-        told.said = all(".talk .page, .talk .action").map(e => e.textContent);
-        told.named = all(".talk .control").map(e => e.dataset.name);
-        told.whole = all(".all").filter(e => !e.hidden).length;
-        all(".pairs tbody button")[2].click();
-        told.sides = all(".talk .who").map(e => e.className);
-        press("j"); told.next = current.id;""")
-    assert not told["pwned"] and told["said"].count(HOSTILE) == 2
-    assert {"U+0000", "U+001B", "U+202E", "U+2028", "U+FEFF", "U+D800"} <= {*told["named"]}
-    assert told["all"] == ["train-3", "train-1", "train-0", "train-2", "test-0"]
-    assert told["hard"] == ["train-0", "train-3"]  # failures of 0.9 and 0.7, at least 0.6
-    assert told["pairs"] == ["train-0", "train-1"]
-    assert told["reward"] == ["train-3", "train-1", "train-0", "train-2"]  # 0, 0.5, 1, 1
-    assert told["better"] == ["train-0"]
-    assert (told["search"], told["hash"]) == (["train-2"], "#webshop-train-0")
-    # The target repeats the expert's first action, the failure agent its first two.
-    assert [head.split(" ")[0] for head in told["heads"]] == ["expert", "target", "failure"]
-    assert told["heads"][0].endswith("3 turns") and "0.20" in told["heads"][1]
-    assert told["heads"][1].endswith("2 turns, differs from the expert at turn 2")
-    assert told["broken"] is None
-    assert told["parts"] == ["target", "<script>"]
-    assert [row[0] for row in told["rows"]] == [
-        "expert 1>target 0.20", "expert 1>failure 0.90", "failure 0.90>target 0.20"]
-    assert told["rows"][0][3:6] == ["0.50", "0.50", "0.00 \u2192 0.25"]
-    assert told["whole"] == 1  # of eight pages one is cut off and has a button
-    assert told["sides"] == ["who chosen", "who rejected"]
-    assert told["next"] == "webshop-train-2"
+        all("#rows button")[2].click(); told.pair = columns_shown();
+        all("#map th button")[1].click(); told.later = columns_shown();
+        all("#map td button")[1].click(); told.reward = columns_shown();
+        told.broken = document.body.innerText.match(/\\[object|undefined|NaN/g);""")
+    assert told.pop("said").count(HOSTILE) == 2
+    assert told == {
+        "pwned": 0, "broken": None, "found": ["train-2"], "hash": "#webshop-train-0",
+        "listed": {
+            "all": "train-3 train-1 train-0 train-2 test-0", "pairs": "train-1 train-0",
+            "hard": "train-3 train-0 test-0",  # failures of 0.7, 0.9 and 0.8, at least 0.6
+            "solved": "train-2", "failed": "train-3 train-1 train-0 test-0",
+            "better": "train-0 test-0", "worse": ""},
+        "squares": "bad hard hard bad",  # means: student 0.2, 0.7; failure agent 0.9, 0.1
+        "fork": ["expert 1 > student 0.5|student|-|-|-|-|-"],
+        "pairs": [
+            "expert 1 > failure 0.9|student|0.50|0.50|0.00~0.50|-10.0~-10.0|-30.0~-30.0",
+            "expert 1 > student 0.2|student|0.50|0.50|0.00~0.25|-110.0~-110.0|-120.0~-120.3",
+            "failure 0.9 > student 0.2|student|1.00|1.00|0.00~-0.25|-30.0~-30.0|-20.0~-20.0"],
+        # It opens at the first pair with the failure agent, which repeats one action of the expert.
+        "heads": [
+            "expert 1 chosen3 turns, done",
+            "failure 0.9 rejectediteration 1, rollout 0, 4 turns, done, differs at turn 2",
+            "student 0.2iteration 1, rollout 0, 2 turns, done, differs at turn 2"],
+        "parts": ["<script>", "target"], "cut": ["4, not trained on"],
+        "pair": "failure 0.9 chosen, student 0.2 rejected, expert 1",
+        # The expert, the best failure of each agent, and the rest
+        "later": "expert 1, student 1 0.4, failure 0.1, student 0 1",
+        "reward": "expert 1, student 0 1, student 1 0.4, failure 0.1"}

@@ -38,11 +38,11 @@ PHASES = {
     "eval-0-failure-test.jsonl": evaluation("failure", 0, 0.45, 0.25),
     "iter1/target.jsonl": exploration("target", 300, 0.5, 0.3, 0.7),
     "iter1/failure.jsonl": exploration("failure", 24, 20 / 24, 4 / 24, 0.94),
-    "iter1/pairs-failure.jsonl": dict(function="make_pairs", trains="failure", seconds=0.0,
+    "iter1/pairs-failure.jsonl": dict(function="make_pairs", seconds=0.0,
                                       pairs={"failure>failure": 6}, dropped={}),
     "iter1/failure-agent": trained(name="failure", i=1, steps=3),
     "iter1/pairs-target.jsonl": dict(
-        function="make_pairs", trains="target", seconds=0.0, dropped={"equal failures": 4, "x y": 7},
+        function="make_pairs", seconds=0.0, dropped={"equal failures": 4, "x y": 7},
         pairs={"expert>target": 12, "expert>failure": 30, "failure>failure": 5}),
     "iter1/target-agent": trained(name="target", i=1, steps=20),
     "eval-1-target-test.jsonl": evaluation("target", 1, 0.6, 0.5),

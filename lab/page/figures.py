@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -25,7 +26,8 @@ matplotlib.rcParams.update({
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
     "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
-ITERATION = "iteration (0: the start; the curves are side by side)"
+ITERATION = "iteration (curves are shifted apart)"
+POINTS = 40  # maximum number of points of a training curve
 # The training metrics to draw, with the titles of their panels. All methods log the loss. Only GRPO
 # logs the other metrics.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
@@ -58,8 +60,15 @@ def address(drawing: Figure) -> str:
 
 
 def curve(ax, x, y, **style) -> None:
-    """Draws a line through points, with dots if there are at most 40 points."""
-    ax.plot(x, y, marker="o" if len(x) <= 40 else "", markersize=3.5, **style)
+    """Draws a line through points, with a dot on each point."""
+    ax.plot(x, y, marker="o", markersize=3.5, **style)
+
+
+def means(points: list[tuple]) -> np.ndarray:
+    """Averages consecutive points, if there are more than `POINTS`. Returns (2, n), x and y of at
+    most `POINTS` points."""
+    groups = np.array_split(np.array(points, dtype=float), min(len(points), POINTS))
+    return np.array([group.mean(0) for group in groups]).T
 
 
 def shifted(points: list[tuple], n: int, count: int) -> list[tuple]:
@@ -76,7 +85,7 @@ def label(ax, title: str, x: str = "", y: str = "") -> None:
     curves = [line for line in ax.lines if line.get_linestyle() != "None"]
     if curves and min(min(line.get_ydata()) for line in curves) >= 0:
         ax.set_ylim(bottom=max(0, ax.get_ylim()[0]))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def legend(drawing: Figure, ax) -> None:
@@ -113,7 +122,11 @@ def run_figure(run: Path) -> Figure | None:
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
     """Draws one figure per finished training phase, with the training curves (loss, margins and so
-    on) over steps. Returns a list of (name of the phase's output, figure)."""
+    on) over steps. Returns a list of (name of the phase's output, figure).
+
+    In a long phase, a curve has the means of consecutive steps (see `means`), because the curves of
+    single steps would hide each other.
+    """
     drawings = []
     for phase in phases_of(run):
         panels = panels_of(rows_in(run / phase / "train.jsonl"))
@@ -121,11 +134,12 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
             continue
         drawing, axes = figure(len(panels), width=3.6, height=2.6)
         for ax, (title, curves) in zip(axes, panels.items()):
-            for name, points in sorted(curves.items()):
-                curve(ax, *zip(*points), label=visible(name))
+            for n, (name, points) in enumerate(sorted(curves.items())):
+                # Of two equal curves, both are seen: the later one is dashed.
+                curve(ax, *means(points), label=visible(name), linestyle=LINES[n % len(LINES)])
             label(ax, title, "step")
         if "" not in curves:  # the last panel has one named curve per kind of pair
-            axes[-1].legend()
+            legend(drawing, axes[-1])
         drawings.append((phase, drawing))
     return drawings
 

@@ -24,18 +24,18 @@ from environments import first_reply
 from lab.page import figures, report
 from lab.runfiles import (
     SOLVED,
-    agents_of,
     command,
     config_of,
     is_finished,
     phases_of,
     phases_with,
     rows_in,
+    target_of,
 )
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
-# Keys of a trajectory that the page includes. Token ids and other keys are left out.
+# The keys of a trajectory that the page includes. Token ids and others are left out.
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 # A row that has all these keys is a trajectory, or a pair.
 EPISODE = {"task", *KEPT} - {"raw_reward"}
@@ -56,7 +56,6 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
     s = config_of(run)["settings"]
     curves = figures.run_figure(run)
     data = conversations(run, megabytes)
-    lacking = sum(task["runs"][0]["messages"] is None for task in data["tasks"])
     style = (FILES / "page.css").read_text(encoding="ascii")
     script = (FILES / "page.js").read_text(encoding="ascii")
     policy = ["default-src 'none'", f"style-src {hash_source(style)}",
@@ -70,19 +69,19 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
         heading=headline(s), name=run.name, status=status_of(run), policy="; ".join(policy),
         style=Markup(style), script=Markup(script), data=base64.b64encode(deflated).decode(),
         curves=curves and figures.address(curves), settings=list(s.items()),
-        lacking=lacking, count=len(data["tasks"]), tables=report.tables(run),
+        lacking=sum(task["runs"][0]["messages"] is None for task in data["tasks"]),
+        count=len(data["tasks"]), hard=data["hard"], tables=report.tables(run),
         training=[(phase, figures.address(drawing))
                   for phase, drawing in figures.training_figures(run)])
     return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def status_of(run: Path) -> str:
-    """Returns the progress of a run as text: "finished", or the number of finished phases and the
-    last one."""
+    """Returns the progress of a run: "finished", or how many phases are finished, and the last."""
     if is_finished(run):
         return "finished"
-    phases = phases_of(run)
-    last = f", the last {[*phases][-1]}" if phases else ""
+    phases = [*phases_of(run)]
+    last = f", the last {phases[-1]}" if phases else ""
     return f"{counted(len(phases), 'phases')} so far{last}"
 
 
@@ -118,15 +117,15 @@ def conversations(run: Path, megabytes: float) -> dict:
     texts = instructions(runs)
     tasks = []
     room = 5e6 * megabytes  # in bytes before compression, which shrinks the data to about a fifth
-    for task in sorted(runs, key=lambda task: interest(runs[task].values())):
+    target = target_of(phases)
+    for task in sorted(runs, key=lambda task: interest(runs[task].values(), target)):
         shown = list(runs[task].values())
         size = len(json.dumps(shown))
         if room <= 0:
             shown = [trajectory | dict(messages=None) for trajectory in shown]
         room -= size
-        tasks.append(dict(id=task, split=split_of(task, s["env"]), say=texts[task], runs=shown,
-                          pairs=pairs[task]))
-    return dict(tasks=tasks, success=SOLVED, agents=agents_of(phases), hard=s["hard_threshold"],
+        tasks.append(dict(id=task, say=texts[task], runs=shown, pairs=pairs[task]))
+    return dict(tasks=tasks, target=target, success=SOLVED, hard=s["hard_threshold"],
                 cut_turns=s.get("cut_turns", -1))
 
 
@@ -142,8 +141,7 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
 
 
 def name_of(row: dict) -> tuple:
-    """Returns (agent, iteration, rollout), which identifies a trajectory among all trajectories of
-    its task. Pairs files refer to trajectories in the same way."""
+    """Returns the (agent, iteration, rollout) by which a pair names a trajectory of its task."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
@@ -183,49 +181,43 @@ def add_pairs(
 
 
 def trained_on(pairs: dict, run: Path, phases: dict) -> tuple[str, dict]:
-    """Returns the name of the agent that was trained on the pairs, and its rows of margins.jsonl.
+    """Finds the agent that was trained on the pairs: of the agents whose margins.jsonl has only
+    these pairs, the one with the most. One agent's pairs may be a part of another's.
 
-    A row of this file has the same keys as its pair, and also `first` and `last`. If no agent was
-    trained on the pairs yet, the name is "" and there are no rows.
+    Returns the name of the agent and the rows of its margins.jsonl by the names of their pairs, or
+    "" and {} if no agent was trained on the pairs yet. A row has the same keys as its pair, and
+    also `first` and `last`.
     """
+    name, margins = "", {}
     for row in phases_with(phases, "name", "steps"):
         logged = rows_in(run / row["output"] / "margins.jsonl")
-        margins = {name_of_pair(logged_row): logged_row for logged_row in logged}
-        if margins and margins.keys() <= pairs.keys():
-            return row["name"], margins
-    return "", {}
+        of_agent = {name_of_pair(logged_row): logged_row for logged_row in logged}
+        if of_agent.keys() <= pairs.keys() and len(of_agent) > len(margins):
+            name, margins = row["name"], of_agent
+    return name, margins
 
 
 def name_of_pair(row: dict) -> tuple:
     return row["task"], row["kind"], name_of(row["chosen"]), name_of(row["rejected"])
 
 
-def split_of(task: str, env: str) -> str:
-    """Returns the split of a task. A task id is ENV-SPLIT-NUMBER. Tasks of the user's own
-    trajectories (`run.sh learn`) may have any name, so their split is "own"."""
-    if task.startswith(f"{env}-"):
-        return task.removeprefix(f"{env}-").split("-")[0]
-    return "own"
-
-
-def interest(runs) -> tuple:
+def interest(runs, target: str) -> tuple:
     """Returns the sort key of a task, computed from its trajectories. It sorts interesting tasks
     first:
 
     1. Explored tasks come before tasks that were only evaluated.
-    2. Explored tasks are sorted by the target agent's best reward in the last iteration, the lowest
-       first.
+    2. Tasks are sorted by the target agent's best reward in the last iteration, the lowest first.
+       Tasks that it has not played come last.
     3. If these rewards are equal, the task whose failures have the higher maximum reward comes
        first.
     """
-    explored = [r for r in runs if r["agent"] != "expert" and not r["from"].startswith("eval")]
-    if not explored:
-        return True, 0.0, 0.0
-    iteration = max(r["iteration"] for r in explored)
-    last = [r for r in explored if r["iteration"] == iteration]
-    of_target = [r["reward"] for r in last if r["agent"] == "target"]
+    played = [r for r in runs if r["agent"] != "expert"]
+    explored = [r for r in played if not r["from"].startswith("eval")]
+    iteration = max((r["iteration"] for r in explored or played), default=0)
+    last = [r for r in explored or played if r["iteration"] == iteration]
+    of_target = [r["reward"] for r in last if r["agent"] == target]
     failures = [r["reward"] for r in last if r["reward"] < SOLVED]
-    return False, max(of_target, default=0.0), -max(failures, default=0.0)
+    return not explored, max(of_target, default=1.0), -max(failures, default=0.0)
 
 
 def instructions(runs: dict[str, dict]) -> dict[str, str]:

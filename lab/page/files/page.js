@@ -1,461 +1,249 @@
-// The task browser of a page: the list of tasks, its filters, and the conversations of one task,
-// side by side. Content of a run's files becomes text nodes only, so it is never markup.
+// The task browser of a page: the list of tasks, and the trajectories of one task side by side.
+// Content of a run's files becomes text nodes only, so it is never markup.
 
 const $ = id => document.getElementById(id);
 const bytes = Uint8Array.from(atob($("data").textContent), c => c.charCodeAt(0));
-const data = await new Response(
-  new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
-const ENDINGS = {done: "done", turn_limit: "turn limit", context_limit: "context limit", refused: "refused"};
-// Classes in page.css for the colours of agents. Agents with other names share those in OTHERS.
-const KNOWN = ["expert", "target", "failure", "positive"], OTHERS = ["one", "two", "three"];
-const PHONE = "(max-width: 900px)"; // as in page.css
+const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+const {tasks, target, success, hard, cut_turns} = await new Response(unpacked).json();
 
-// ----------------------------------------------------------------------------------- data
-
-function read(run) { // returns a trajectory with its opening and its exchanges
-  const [opening, exchanges] = [[], []]; // an exchange is a reply and its observation, if any
-  for (const [n, {role, content}] of (run.messages || []).entries()) {
-    if (n < run.opening) opening.push(content);
-    else if (role === "assistant") exchanges.push({reply: content, page: null});
-    else exchanges[exchanges.length - 1].page = content;
-  }
-  return {...run, opening, exchanges};
-}
-
-function split(reply) { // returns the thought before the action, and the action
-  const start = reply.lastIndexOf("Action:");
-  if (start < 0) return {thought: "", action: reply};
-  return {thought: reply.slice(0, start).replace(/^\s*Thought:/, ""),
-    action: reply.slice(start + 7)};
-}
-
-const words = text => text.split(/\s+/).filter(Boolean);
-const acts = exchange => exchange && words(split(exchange.reply).action).join(" ");
-
-// Returns the index of the first turn with different actions, or null if there is none.
-function partingTurn(a, b) {
-  if (!a.messages || !b.messages) return null;
-  for (let n = 0; n < Math.max(a.exchanges.length, b.exchanges.length); n++)
-    if (acts(a.exchanges[n]) !== acts(b.exchanges[n])) return n;
-  return null;
-}
-
-function course(runs, agent) { // returns [iteration, mean reward] pairs of an agent, in order
-  const by = new Map();
-  for (const run of runs.filter(run => run.agent === agent))
-    by.set(run.iteration, [...(by.get(run.iteration) || []), run.reward]);
-  return [...by].sort((a, b) => a[0] - b[0])
-    .map(([i, all]) => [i, all.reduce((a, b) => a + b) / all.length]);
-}
-
-// Returns true if another agent's failure has a higher reward than the target in some iteration.
-const isAbove = runs => runs.some(a => a.agent !== "target" && a.reward < data.success
-  && runs.some(b => b.agent === "target" && b.iteration === a.iteration && b.reward < a.reward));
-
-const tasks = data.tasks.map((task, order) => {
-  const runs = task.runs.filter(run => run.agent !== "expert");
-  const courses = Object.fromEntries([...new Set(runs.map(run => run.agent))]
-    .map(agent => [agent, course(runs, agent)]));
-  const target = (courses.target || []).map(point => point[1]);
-  const failures = runs.map(run => run.reward).filter(reward => reward < data.success);
-  return {...task, order, courses,
-    words: `${task.id} ${task.say}`.toLowerCase(),
-    hardest: failures.length ? Math.max(...failures) : null,
-    reward: target.length ? target[target.length - 1] : null,
-    change: target.length > 1 ? target[target.length - 1] - target[0] : null,
-    above: isAbove(runs),
-    changed: Object.values(courses).some(points => points.some(p => p[1] !== points[0][1]))};
-});
-const agents = [...new Set([...data.agents, // in the order in which the run made them
-  ...tasks.flatMap(task => Object.keys(task.courses))])];
+for (const {runs, pairs} of tasks)
+  for (const pair of pairs) pair.sides = [runs[pair.chosen], runs[pair.rejected]];
+const isExpert = run => run.agent === "expert";
+const played = task => task.runs.filter(run => !isExpert(run));
+const agents = [...new Set(tasks.flatMap(played).map(run => run.agent))];
 
 // ------------------------------------------------------------------------------- elements
 
 function make(tag, properties, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties || {})) {
-    if (value === null || value === undefined || value === false) continue;
-    if (name in element && !name.startsWith("aria")) element[name] = value;
-    else element.setAttribute(name, value);
-  }
-  element.append(...children.filter(child => child !== null && child !== undefined));
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
   return element;
 }
 
-const say = (tag, className, ...children) => make(tag, {className}, ...children);
-const button = (className, label, onclick, more) =>
-  make("button", {type: "button", className, onclick, ...more}, ...[label].flat());
-const region = (className, label, ...children) =>
-  make("div", {className, tabIndex: 0, role: "region", "aria-label": label}, ...children);
-const table = (heads, rows) => make("table", {},
-  make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
+const text = (tag, className, ...children) => make(tag, {className}, ...children);
+const button = (name, onclick, ...children) =>
+  make("button", {type: "button", name, onclick}, ...children);
+const show = number => String(Number(number.toFixed(2)));
+const grade = reward => reward >= success ? "good" : reward >= hard ? "hard" : "bad";
+const colour = agent => agent === target ? "target"
+  : ["expert", "failure"].includes(agent) ? agent : "other";
+const named = (agent, number = "") => text("span", `agent ${colour(agent)}`, agent, number);
 
-// Invisible characters and those that change the text direction stay in the text. The page shows
-// their names.
-const HIDDEN = new RegExp("([\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b-\\u200f"
-  + "\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ud800-\\udfff])", "u");
-
-function visible(text) {
-  const name = c => "U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-  return text.split(HIDDEN).map((part, n) =>
-    n % 2 ? make("span", {className: "control", "data-name": name(part)}, part) : part);
+function label(run) { // returns the agent, its rollout if there are several, and the reward
+  const several = task.runs.filter(other => other.agent === run.agent
+    && other.iteration === run.iteration).length > 1;
+  return [named(run.agent, several ? ` ${run.rollout}` : ""), " ",
+    text("span", `reward ${grade(run.reward)}`, show(run.reward))];
 }
 
-function written(page, known) { // parts that the opening contains are shortened to "..."
-  return page.split(/( \[SEP\] | \| )/).flatMap(part => known.has(part.trim())
-    ? [make("span", {className: "known", title: part}, part)] : visible(part));
+// ----------------------------------------------------------------------------------- list
+
+function course(task, agent) { // returns the mean reward of each iteration
+  const rewards = {}; // the keys of an object are in ascending order if they are integers
+  for (const run of task.runs)
+    if (run.agent === agent) (rewards[run.iteration] ??= []).push(run.reward);
+  return Object.values(rewards).map(all => all.reduce((a, b) => a + b) / all.length);
 }
 
-const grade = reward =>
-  reward >= data.success ? "good" : reward >= data.hard ? "hard" : "bad";
-const show = reward => reward.toFixed(Number.isInteger(reward) ? 0 : 2);
-const fixed = (x, digits) =>
-  (Number(x.toFixed(digits)) < 0 ? "\u2212" : "") + Math.abs(x).toFixed(digits);
-const signed = x => (x > 0 ? "+" : "") + fixed(x, 2);
-const pill = reward => say("span", "reward " + grade(reward), show(reward));
-function classOf(agent) {
-  const index = agents.filter(name => !KNOWN.includes(name)).indexOf(agent);
-  return "agent " + (KNOWN.includes(agent) ? agent : OTHERS[index % OTHERS.length]);
-}
-const named = agent => say("span", classOf(agent), ...visible(agent));
-
-// ------------------------------------------------------------------------------------- list
-
-const COLUMNS = [["task", ""], ["rewards", "rewards by iteration, one row per agent"],
-  ["hardest", "highest reward of a failure"],
-  ["change", "last reward of the target minus its first one"]];
-const WANTED = {
+const last = task => course(task, target).at(-1);
+const change = task => last(task) - course(task, target)[0];
+const FILTERS = {
   all: () => true,
-  hard: t => t.hardest !== null && t.hardest >= data.hard,
-  above: t => t.above,
-  pairs: t => t.pairs.length > 0,
-  "no-pairs": t => t.pairs.length === 0,
-  solved: t => t.reward !== null && t.reward >= data.success,
-  failed: t => t.reward !== null && t.reward < data.success};
-const COURSES = {
-  all: () => true,
-  changed: t => t.changed,
-  same: t => !t.changed,
-  better: t => t.change > 1e-9,
-  worse: t => t.change < -1e-9};
-let listed = [], current = null;
-
-function ordered(list, by) {
-  const sign = by.startsWith("-") ? -1 : 1, key = by.replace("-", "");
-  if (key === "task")
-    return list.sort((a, b) => a.id.localeCompare(b.id, "en", {numeric: true}));
-  const value = t => key === "telling" ? t.order : key === "pairs" ? t.pairs.length : t[key];
-  return list.sort((a, b) => (value(a) === null) - (value(b) === null)
-    || sign * (value(a) - value(b)) || a.order - b.order);
-}
+  hard: task => played(task).some(run => grade(run.reward) === "hard"),
+  pairs: task => task.pairs.length > 0,
+  solved: task => last(task) >= success,
+  failed: task => last(task) < success,
+  better: task => change(task) > 1e-9,
+  worse: task => change(task) < -1e-9};
 
 function filter() {
-  const wanted = words($("search").value.toLowerCase()), part = $("split").value;
-  const fits = t => wanted.every(word => t.words.includes(word))
-    && (part === "all" || t.split === part)
-    && WANTED[$("show").value](t) && COURSES[$("course").value](t);
-  listed = ordered(tasks.filter(fits), $("sort").value);
+  const words = $("search").value.toLowerCase().split(/\s+/);
+  const listed = tasks.filter(FILTERS[$("show").value]).filter(task =>
+    words.every(word => `${task.id} ${task.say}`.toLowerCase().includes(word)));
   $("count").textContent = `${listed.length} of ${tasks.length} tasks`;
-  $("list").replaceChildren(table(COLUMNS.map(([name, title]) =>
-    make("th", {scope: "col", title, className: name === "task" ? "left" : ""}, name)),
-    listed.map(row)));
-  $("list").scrollTop = 0;
-  mark();
+  $("list").replaceChildren(...listed.map(item));
 }
 
-function row(task) {
-  const rewards = agent => `${agent}: ` + task.courses[agent]
-    .map(([i, reward]) => `${show(reward)} in iteration ${i}`).join(", ");
-  const squares = agent => make("div", {}, make("span",
-    {className: "squares", role: "img", "aria-label": rewards(agent), title: rewards(agent)},
-    ...task.courses[agent].slice(-8).map(([, reward]) => say("i", grade(reward)))));
-  return make("tr", {"data-task": task.id, onclick: () => open(task)},
-    say("td", "left", button("", visible(task.say || task.id)),
-      make("small", {}, ...visible(task.id))),
-    make("td", {}, ...agents.filter(agent => task.courses[agent]).map(squares)),
-    make("td", {}, task.hardest === null ? "\u2013" : show(task.hardest)),
-    make("td", {}, task.change === null ? "\u2013" : signed(task.change)));
+// The tasks are radio buttons, so that the arrow keys move through the list.
+function item(other) {
+  const radio = make("input", {type: "radio", name: "task", value: other.id,
+    checked: other === task, onclick: () => select(other)});
+  const squares = agents.map(agent => {
+    const rewards = course(other, agent);
+    return make("div", {role: "img", title: `${agent}: ${rewards.map(r => show(r)).join(", ")}`},
+      ...rewards.slice(-8).map(reward => text("i", grade(reward))));
+  });
+  return make("label", {}, radio, text("span", "say", other.say || other.id),
+    text("span", "squares", ...squares), make("small", {}, other.id));
 }
 
-// Marks the row of the current task. It is the only row in the order of the Tab key.
-function mark() {
-  const rows = [...$("list").querySelectorAll("tr[data-task]")];
-  const chosen = rows.find(tr => current && tr.dataset.task === current.id);
-  for (const tr of rows) {
-    if (tr === chosen) tr.setAttribute("aria-current", "true");
-    else tr.removeAttribute("aria-current");
-    tr.querySelector("button").tabIndex = tr === (chosen || rows[0]) ? 0 : -1;
-  }
+// ------------------------------------------------------------------------------- one task
+
+// The current task, its iteration, its columns (trajectories), and the selected pair, if any
+let task, iteration, columns, pair;
+
+const addressOf = task => "#" + encodeURIComponent(task.id);
+
+function select(other) {
+  open(other);
+  history.replaceState(null, "", addressOf(other));
+  const {top} = $("detail").getBoundingClientRect();
+  if (top < 0 || top > innerHeight / 2) $("detail").scrollIntoView(); // on a phone it is below
 }
 
-// --------------------------------------------------------------------------------- one task
+const iterations = () => [...new Set(played(task).map(run => run.iteration))]
+  .sort((a, b) => a - b);
+const hasOther = pair => pair.sides.some(run => !["expert", target].includes(run.agent));
 
-// The trajectories of the current task, the indices of those that are shown, the selected pair (or
-// null), and the selected iteration (null for none, or "all").
-let runs = [], columns = [], pair = null, iteration = null;
+// Opens a task in its last iteration that has a pair with the failure agent, or else any pair.
+function open(other) {
+  task = other;
+  const {pairs} = task, paired = pairs.some(hasOther) ? pairs.filter(hasOther) : pairs;
+  const [{messages, opening}] = task.runs;
+  $("title").textContent = task.say || task.id;
+  $("id").textContent = task.id;
+  $("opening").textContent = messages?.slice(0, opening).map(m => m.content).join("\n\n");
+  $("first").hidden = !opening;
+  $("lacking").hidden = messages !== null;
+  turnTo(Math.max(...(paired.length ? paired.map(pair => pair.iteration) : iterations())));
+}
+
+// Shows an iteration at its first pair with the failure agent, one with the expert if there is one.
+function turnTo(i) {
+  iteration = i;
+  columns = ordered([]);
+  const all = pairsHere();
+  const first = all.find(pair => isExpert(pair.sides[0]) && hasOther(pair))
+    || all.find(hasOther) || all[0];
+  arrange(first ? first.sides : [], first);
+}
+
+function arrange(front, selected) { // moves trajectories to the front
+  columns = ordered(front);
+  pair = selected;
+  draw();
+}
+
+// Orders trajectories by interest: `front`, the expert, the best failure of each agent, and the rest
+// of the iteration.
+function ordered(front) {
+  const here = task.runs.filter(run => isExpert(run) || run.iteration === iteration);
+  const failures = here.filter(run => run.reward < success).sort((a, b) => b.reward - a.reward);
+  const best = agents.flatMap(agent => failures.find(run => run.agent === agent) || []);
+  return [...new Set([...front, ...here.filter(isExpert), ...best, ...here])];
+}
+
+function pairsHere() { // returns the pairs of the iteration, in the order of their columns
+  const order = [...columns, ...task.runs]; // sides from earlier iterations come last
+  const rank = pair => {
+    const places = pair.sides.map(run => order.indexOf(run));
+    return Math.max(...places) + Math.min(...places) / order.length;
+  };
+  return task.pairs.filter(pair => pair.iteration === iteration)
+    .sort((a, b) => rank(a) - rank(b));
+}
+
+function draw(every = false) {
+  const {name} = document.activeElement;
+  const all = pairsHere(), few = every ? all : all.slice(0, 4);
+  $("map").replaceChildren(map());
+  $("pairs").hidden = !all.length;
+  $("rows").replaceChildren(...few.map(pairRow));
+  $("more").hidden = few.length === all.length;
+  $("more").textContent = `all ${all.length} pairs`;
+  $("talk").style.gridTemplateColumns = `repeat(${columns.length}, minmax(min(17rem, 78vw), 1fr))`;
+  $("talk").replaceChildren(...talk());
+  $("talk").scrollTo(0, 0);
+  if (document.activeElement === document.body) // the button that was pressed is drawn again
+    document.getElementsByName(name)[0]?.focus({preventScroll: true});
+}
 
 // GRPO plays a task again in each step, other methods in each iteration.
 const unit = run => run.from.endsWith("/episodes") ? "step" : "iteration";
-const numbers = wanted => runs.map((run, n) => n).filter(n => wanted(runs[n]));
-const ofIteration = i => numbers(run => run.agent === "expert" || run.iteration === i);
+const place = run => `${unit(run)} ${run.iteration}, rollout ${run.rollout}`;
 
-function open(task, atStart) {
-  current = task;
-  runs = task.runs.map(read);
-  pair = iteration = null;
-  const explored = runs.filter(run => run.agent !== "expert" && !run.from.startsWith("eval"));
-  if (explored.length) {
-    iteration = Math.max(...explored.map(run => run.iteration));
-    columns = ofIteration(iteration);
-  } else { // an evaluated task: the first result of the target, and the last one of each agent
-    const first = runs.findIndex(run => run.agent === "target");
-    const again = n => runs.slice(n + 1).some(run => run.agent === runs[n].agent);
-    columns = runs.map((run, n) => n).filter(n => n === first || !again(n));
-  }
-  draw();
-  mark();
-  if (atStart) return;
-  history.replaceState(null, "", addressOf(task));
-  $("detail").scrollTop = 0;
-  if (matchMedia(PHONE).matches) $("detail").scrollIntoView();
+function map() { // returns a table of all rewards of the task, agents x iterations
+  const turn = i => make("th", {ariaCurrent: String(i === iteration)},
+    button(`iteration ${i}`, () => turnTo(i), String(i)));
+  const chip = run => make("span", {title: place(run)}, button(
+    `${run.agent} ${place(run)}`, () => arrange([columns[0], run]),
+    text("span", `reward ${grade(run.reward)}`, show(run.reward))));
+  const chips = (agent, i) => make("td", {},
+    ...task.runs.filter(run => run.agent === agent && run.iteration === i).map(chip));
+  const row = agent => make("tr", {}, make("th", {}, named(agent)),
+    ...iterations().map(i => chips(agent, i)));
+  const [first] = played(task);
+  return make("table", {}, make("tr", {}, make("th", {}, first ? unit(first) : ""),
+    ...iterations().map(turn)), ...agents.filter(agent => course(task, agent).length).map(row));
 }
 
-function choose(i) { // selects an iteration, or "all"
-  iteration = i;
-  pair = null;
-  columns = i === "all" ? numbers(() => true) : ofIteration(i);
-  draw();
-}
-
-function draw() {
-  const task = current, shown = columns.map(n => runs[n]);
-  const opening = (shown[0] || runs[0]).opening;
-  $("detail").replaceChildren(
-    say("p", "steps", button("plain back", "back to the list", toList),
-      button("plain", "\u2039", () => step(-1), {"aria-label": "previous task"}),
-      button("plain", "\u203a", () => step(1), {"aria-label": "next task"})),
-    say("div", "head", make("h3", {}, ...visible(task.say || task.id)),
-      say("p", "id", ...visible(task.id)),
-      opening.length ? make("details", {}, make("summary", {}, "First messages to the agent"),
-        say("div", "opening", ...visible(opening.join("\n\n")))) : ""),
-    say("div", "overview", map(), pairs()), talk(shown));
-  fit();
-}
-
-function fit() { // shows the button "show all" under texts that are cut off
-  const cut = text => !text.classList.contains("clamped")
-    || text.scrollHeight > text.clientHeight + 1;
-  const texts = [...$("detail").querySelectorAll(".page")], isCut = texts.map(cut);
-  for (const [n, text] of texts.entries()) text.nextElementSibling.hidden = !isCut[n];
-}
-
-function redraw(selector) { // draws again, and moves the focus back to the element
-  draw();
-  $("detail").querySelector(selector)?.focus({preventScroll: true});
-}
-
-// Returns the map of all trajectories of the task, agents x iterations. A click shows or hides one.
-function map() {
-  const iterations = [...new Set(runs.filter(run => run.agent !== "expert")
-    .map(run => run.iteration))].sort((a, b) => a - b);
-  const whole = i => button("plain", String(i), () => {
-    choose(i);
-    redraw(`[data-iteration="${i}"]`);
-  }, {"aria-pressed": String(iteration === i), "data-iteration": String(i)});
-  const body = [...new Set(runs.map(run => run.agent))].map(agent => {
-    const cells = agent === "expert"
-      ? [make("td", {colSpan: iterations.length + 1},
-        ...numbers(run => run.agent === agent).map(chip))]
-      : iterations.map(i => make("td", {},
-        ...numbers(run => run.agent === agent && run.iteration === i).map(chip)));
-    return make("tr", {}, make("th", {scope: "row"}, named(agent)), ...cells);
-  });
-  return region("map", "Trajectories of this task, by agent and iteration", table(
-    [make("th", {}, runs.some(run => unit(run) === "step") ? "step" : "iteration"),
-      ...iterations.map(i => make("th", {scope: "col"}, whole(i))),
-      make("th", {}, iterations.length > 1 ? whole("all") : "")], body));
-}
-
-function chip(n) {
-  const run = runs[n], on = columns.includes(n);
-  const toggle = () => {
-    columns = on ? columns.filter(m => m !== n) : [...columns, n].sort((a, b) => a - b);
-    pair = null;
-    redraw(`[data-run="${n}"]`);
-  };
-  return button("chip " + grade(run.reward), show(run.reward), toggle, {
-    "aria-pressed": String(on), "data-run": String(n), title: `${run.from}, rollout ${run.rollout}`,
-    "aria-label": `${run.agent}, ${unit(run)} ${run.iteration}, rollout ${run.rollout}: reward `
-      + show(run.reward)});
-}
-
-// Returns the number of turns of a rejected trajectory that training uses (--cut-turns).
-function longest() {
-  const expert = runs.find(run => run.agent === "expert");
-  return expert && data.cut_turns >= 0 ? expert.turns + data.cut_turns : Infinity;
-}
-
-const HEADS = [["pair", "left"], ["trains", "left"], ["differs at"], ["weight"], ["SFT weight"],
-  ["margin"], ["log p chosen"], ["log p rejected"]];
-
-function pairs() { // returns a table of the pairs of the selected iteration, or of all
-  if (!current.pairs.length) return null;
-  const all = current.pairs.map((pair, n) => ({...pair, n}));
-  const shown = typeof iteration === "number" ? all.filter(p => p.iteration === iteration) : all;
-  if (!shown.length)
-    return say("p", "note", "These trajectories are in no pair.");
-  const measured = shown.some(p => p.first);
-  return say("div", "pairs", region("scroll", "Pairs of these trajectories", table(
-    HEADS.map(([name, side]) => make("th", {scope: "col", className: side || ""}, name)),
-    shown.map(pairRow))),
-    say("p", "note", (measured
-      ? "Margin and log-probabilities are in nats, in the first \u2192 last training step. "
-      : "") + "Select a pair to see its two sides."));
-}
-
-function pairRow(made) {
-  const {n, iteration: i, trains, kind, chosen, rejected, weight, first, last} = made;
-  const a = runs[chosen], b = runs[rejected], parted = partingTurn(a, b);
-  const side = run => [named(run.agent), // with a buffer, sides may be from earlier iterations
-    run.iteration && run.iteration !== i ? ` (${run.iteration})` : "", ` ${show(run.reward)}`];
-  const moved = (what, digits) => make("td", {}, first
-    ? `${fixed(first[what], digits)} \u2192 ${fixed(last[what], digits)}` : "\u2013");
-  const toggle = () => {
-    pair = pair === n ? null : n;
-    columns = pair === null ? ofIteration(i) : [chosen, rejected];
-    redraw(`tr[data-pair="${n}"] button`);
-  };
-  return make("tr", {"aria-selected": String(pair === n), "data-pair": String(n), title: kind},
-    say("td", "left", button("", [...side(a), say("span", "arrow", ">"), ...side(b)], toggle),
-      b.turns > longest() ? make("small", {}, `first ${longest()} turns only`) : null),
-    say("td", "left", ...visible(trains), typeof iteration === "number" ? "" : `, ${i}`),
-    make("td", {}, parted === null ? "\u2013" : String(parted + 1)),
-    make("td", {}, weight.toFixed(2)), make("td", {}, made.sft_weight.toFixed(2)),
+function pairRow(made, n) {
+  const {sides: [chosen, rejected], weight, sft_weight, first, last} = made;
+  const cell = content => make("td", {}, content ?? "\u2013");
+  const moved = (i, digits) =>
+    cell(first && `${first[i].toFixed(digits)} \u2192 ${last[i].toFixed(digits)}`);
+  return make("tr", {ariaCurrent: String(made === pair)},
+    text("td", "left", button(`pair ${n}`, () => arrange(made.sides, made),
+      ...label(chosen), " > ", ...label(rejected))),
+    text("td", "left", made.trains), cell(weight?.toFixed(2)), cell(sft_weight?.toFixed(2)),
     moved(2, 2), moved(0, 1), moved(1, 1));
 }
 
-// Returns the shown trajectories, one column each, aligned by turn. Each one is compared with the
-// first one.
-function talk(shown) {
-  if (!shown.length)
-    return say("p", "note", "Select a reward above to see its conversation.");
-  if (shown.every(run => !run.messages))
-    return say("p", "note", "To limit its size, this page leaves out these conversations. "
-      + "bash run.sh page RUN --megabytes N makes a larger page.");
-  const parted = shown.map((run, n) => n ? partingTurn(shown[0], run) : undefined);
-  const known = new Set(shown[0].opening.flatMap(text => text.split(/ \[SEP\] | \| |\n/))
-    .map(piece => piece.trim()).filter(piece => piece.length > 40));
-  const cells = shown.map((run, n) => who(run, n, parted[n], shown[0]));
-  for (let turn = 0; turn <= Math.max(...shown.map(run => run.exchanges.length)); turn++)
-    for (const [n, run] of shown.entries()) {
-      if (turn < run.exchanges.length) cells.push(cell(run, turn, parted[n], known, shown[0], n));
-      else cells.push(turn > run.exchanges.length ? make("div")
-        : say("div", "end", pill(run.reward), " ", ending(run)));
-    }
-  const grid = make("div", {className: "talk", role: "group", tabIndex: 0,
-    "aria-label": "Conversations side by side"}, ...cells);
-  grid.style.gridTemplateColumns = `repeat(${shown.length}, minmax(min(17rem, 78vw), 1fr))`;
-  return grid;
+// ------------------------------------------------------------------------ the conversations
+
+const message = (run, turn, n) => run.messages?.[run.opening + 2 * turn + n]?.content ?? "";
+const action = (run, turn) => message(run, turn, 0).split("Action:").pop().trim();
+
+function parting(run) { // returns the first turn with another action than in the first column
+  const [first] = columns, turns = Math.max(first.turns, run.turns);
+  for (let turn = 0; turn < turns; turn++)
+    if (action(run, turn) !== action(first, turn)) return turn;
+  return null;
 }
 
-function ending(run) {
-  const raw = (run.raw_reward ?? run.reward) !== run.reward ? `raw reward ${run.raw_reward}` : "";
-  return [ENDINGS[run.ended] || run.ended, raw].filter(Boolean).join(", ");
+function talk() { // returns the cells of the grid: the heads, and then one row per turn
+  const cells = columns.map(head), parted = columns.map(parting);
+  for (let turn = 0; turn < Math.max(...columns.map(run => run.turns)); turn++)
+    cells.push(...columns.map((run, n) => cell(run, turn, parted[n], n)));
+  return cells;
 }
 
-function who(run, n, parted, first) {
-  const side = pair === null ? "" : n ? "rejected" : "chosen";
-  const several = runs.some(other => other !== run && other.agent === run.agent
-    && other.iteration === run.iteration);
-  const where = run.agent === "expert" ? "" : ` \u00b7 ${unit(run)} ${run.iteration}`
-    + (several ? ` \u00b7 rollout ${run.rollout}` : "");
-  const compared = !n || !run.messages || !first.messages ? ""
-    : parted === null ? `, same actions as the ${first.agent}`
-      : `, differs from the ${first.agent} at turn ${parted + 1}`;
-  return say("div", "who " + side, named(run.agent), where + " ", pill(run.reward), " ",
-    side ? say("span", "tag " + side, side) : null,
-    make("p", {}, `${run.turns} turn${run.turns === 1 ? "" : "s"}${compared}`));
+function head(run, n) {
+  const side = pair && ["chosen", "rejected"][n], parted = parting(run);
+  const facts = isExpert(run) ? [] : [place(run)];
+  facts.push(`${run.turns} turns`, run.ended.replace("_", " "));
+  if ("raw_reward" in run) facts.push(`raw reward ${show(run.raw_reward)}`);
+  if (n && run.messages) facts.push(parted === null
+    ? "same actions as the first column" : `differs at turn ${parted + 1}`);
+  return text("div", `who ${side || ""}`, ...label(run), side ? ` ${side}` : "",
+    text("p", "note", facts.join(", ")));
 }
 
-function cell(run, turn, parted, known, first, n) {
-  const {reply, page} = run.exchanges[turn], {thought, action} = split(reply);
-  const state = parted === undefined ? "" : parted === null || turn < parted ? "same"
-    : turn === parted ? "parts" : "parted";
-  const beyond = pair !== null && n === 1 && turn >= longest();
-  return say("div", `turn ${state}${beyond ? " beyond" : ""}`,
-    say("span", "number", String(turn + 1)),
-    state === "parts" ? say("div", "here", `differs from the ${first.agent} here`) : null,
-    beyond && turn === longest() ? say("div", "here", "training leaves out the rest") : null,
-    thought.trim() ? say("div", "thought", ...visible(thought.trim())) : null,
-    say("div", "action", ...visible(action.trim())),
-    ...(page === null ? [] : observation(page, known)));
+function cell(run, turn, parted, n) {
+  if (turn >= run.turns || !run.messages) return make("div");
+  const reply = message(run, turn, 0), done = action(run, turn), page = message(run, turn, 1);
+  // Training leaves out the later turns of a rejected trajectory (--cut-turns).
+  const isCut = pair && n === 1 && cut_turns >= 0
+    && turn >= task.runs.find(isExpert).turns + cut_turns;
+  const state = isCut ? "cut" : !n ? "" : parted === turn ? "parts"
+    : parted === null || turn < parted ? "same" : "";
+  return text("div", `turn ${state}`,
+    text("span", "number", isCut ? `${turn + 1}, not trained on` : `${turn + 1}`),
+    text("div", "thought", reply.slice(0, reply.lastIndexOf(done)).trim()),
+    text("div", "action", done),
+    page.length < 200 ? text("div", "page", page)
+      : text("details", "page", make("summary", {}, text("div", "long", page))));
 }
 
-function observation(page, known) {
-  const text = say("div", "page clamped", ...written(page, known));
-  const more = button("all", "show all", () => {
-    const clamped = text.classList.toggle("clamped");
-    more.textContent = clamped ? "show all" : "show less";
-    more.setAttribute("aria-expanded", String(!clamped));
-  }, {"aria-expanded": "false"});
-  return [text, more];
-}
+// ----------------------------------------------------------------------------------- start
 
-// ----------------------------------------------------------------------------- keys and start
-
-function step(by) { // opens the next task of the list (1), or the previous one (-1)
-  const index = listed.findIndex(task => current && task.id === current.id);
-  const to = index < 0 ? 0 : index + by;
-  if (to < 0 || to >= listed.length) return;
-  const inList = $("list").contains(document.activeElement);
-  open(listed[to]);
-  const tr = $("list").querySelectorAll("tr[data-task]")[to];
-  if (!matchMedia(PHONE).matches) tr.scrollIntoView({block: "nearest"});
-  if (inList) tr.querySelector("button").focus({preventScroll: true});
-}
-
-function toList() {
-  const chosen = $("list").querySelector("td button[tabindex='0']") || $("search");
-  chosen.focus({preventScroll: true});
-  chosen.scrollIntoView({block: "nearest"});
-}
-
-function turnIteration(by) {
-  const iterations = [...$("detail").querySelectorAll("[data-iteration]")]
-    .map(element => element.dataset.iteration);
-  const to = iterations.indexOf(String(iteration)) + by;
-  if (to >= 0 && to < iterations.length)
-    choose(iterations[to] === "all" ? "all" : Number(iterations[to]));
-}
-
-const KEYS = {
-  j: () => step(1), k: () => step(-1), h: () => turnIteration(-1), l: () => turnIteration(1),
-  "/": () => $("search").focus(), Escape: toList};
-
-function keys(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const typing = event.target instanceof Element && event.target.matches("input, select, textarea");
-  if (typing && event.key !== "Escape") return;
-  const inList = $("list").contains(event.target);
-  const key = inList && {ArrowDown: "j", ArrowUp: "k"}[event.key] || event.key;
-  if (!Object.hasOwn(KEYS, key)) return;
-  event.preventDefault();
-  KEYS[key]();
-}
-
-const addressOf = task => "#" + encodeURIComponent(task.id);
 const fromAddress = () => tasks.find(task => addressOf(task) === location.hash);
-
-if ($("browser") && tasks.length) {
-  const splits = ["all", ...new Set(tasks.map(task => task.split))];
-  $("split").append(...splits.map(value => make("option", {value}, value)));
-  for (const id of ["filters", "browser", "keys"]) $(id).hidden = false;
-  $("filters").addEventListener("input", filter);
-  $("filters").addEventListener("submit", event => event.preventDefault());
-  document.addEventListener("keydown", keys);
-  addEventListener("resize", fit);
-  addEventListener("hashchange", () => { if (fromAddress()) open(fromAddress()); });
-  current = fromAddress() || tasks[0];
+$("filters").addEventListener("input", filter);
+$("more").addEventListener("click", () => draw(true));
+addEventListener("hashchange", () => { if (fromAddress()) open(fromAddress()); });
+if (tasks.length) {
+  $("browser").hidden = false;
+  $("agents").textContent = agents.join(", ");
+  open(fromAddress() || tasks[0]);
   filter();
-  open(current, true);
 }
