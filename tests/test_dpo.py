@@ -32,7 +32,8 @@ def log_p(model, t):
 
 
 def gradients(model, loss):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*model.parameters()])])
+    found = torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
 
 
 def weights(model):
