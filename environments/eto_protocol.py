@@ -137,8 +137,8 @@ class EtoScienceWorld(EtoEnvironment):
     score to 0.
     """
 
-    def start(self, what) -> str:
-        description = self.inner.start(what)
+    def start(self, task) -> str:
+        description = self.inner.start(task)
         self.inner.reached = -1.0
         return f"Task Description:\n{description}"
 

@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import itertools
-import re
 import subprocess
 import tempfile
 from functools import cache
@@ -12,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.settings import UsageError
+from environments.appworld.python_code import calls_in
 from environments.user_files import read_json
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -148,18 +148,6 @@ def parts(source: str) -> list[str]:
     size = -(-len(pieces) // MAX_REPLIES)
     groups = [pieces[n:n + size] for n in range(0, len(pieces), size)]
     return ["\n".join(itertools.chain(*group)) for group in groups]
-
-
-def calls_in(tree: ast.AST) -> list[str]:
-    """Returns the name "APP.API" of each API call in a syntax tree, in the order of the source
-    code."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            match = re.fullmatch(r"apis\.(\w+\.\w+)", ast.unparse(node.func))
-            if match:
-                names.append((node.lineno, node.col_offset, match[1]))
-    return [name for _, _, name in sorted(names)]
 
 
 def specs(root: Path, key: str) -> dict:

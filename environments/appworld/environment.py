@@ -1,13 +1,13 @@
 """The environment AppWorld: an agent writes Python code that calls the APIs of a person's apps."""
 
-import re
-from importlib import import_module
 from pathlib import Path
 
 from environments import saying
 from environments.appworld import data
 from environments.appworld.judging import Judge
 from environments.appworld.processes import CodeResult, ProcessEnded
+from environments.appworld.python_code import block, code_of
+from environments.appworld.tasks import TaskGenerator
 from envs import Environment, Step
 
 PROMPT = """\
@@ -67,7 +67,7 @@ class AppWorld(Environment):
         self._episode = None
 
     def task_generator(self):
-        return import_module("environments.appworld.tasks").TaskGenerator(self)
+        return TaskGenerator(self)
 
     def start(self, task: dict) -> str:
         self.close()
@@ -117,16 +117,3 @@ class AppWorld(Environment):
     def solution(self, task: dict) -> list[str]:
         """Returns the code of a task's solution, as a list with one item for each reply."""
         return task["code"] if "code" in task else data.solution(self.judge.root, task["start"])
-
-
-def code_of(reply: str) -> str | None:
-    """Returns the code in the first ```python block of a reply, or None if there is no such block.
-
-    The closing ``` may be missing.
-    """
-    match = re.search(r"```python\n(.*?)(?:```|\Z)", reply, re.DOTALL)
-    return match[1].strip() if match else None
-
-
-def block(code: str) -> str:
-    return f"```python\n{code}\n```"

@@ -13,12 +13,11 @@ import random
 
 from environments import with_pairs, words_of
 from environments.appworld import data
-from environments.appworld.environment import block, code_of
+from environments.appworld.python_code import block, calls_of, code_of, codes, tree_of
 
 DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
 SECRETS = ("access_token", "password", "username")
-COMMON = ("login", "show_account_passwords", "complete_task")  # APIs that most solutions call
 FAILED = "Execution failed"  # start of the output if the code raises an error
 
 
@@ -198,35 +197,3 @@ class TaskGenerator:
         """
         result = self.env.judge.compare(task["start"], first, second)
         return None if "error" in result else result["answer"] and result["apps"]
-
-def literals_of(code: str) -> list:
-    """Returns the values of all literals in the code, or [] if the code is not valid Python."""
-    tree = tree_of(code)
-    nodes = ast.walk(tree) if tree else ()
-    return [node.value for node in nodes if isinstance(node, ast.Constant)]
-
-
-def codes(replies: list[str]) -> list[str]:
-    """Returns the code block of each reply. Replies without a code block are skipped."""
-    blocks = map(code_of, replies)
-    return [code for code in blocks if code]
-
-
-def tree_of(code: str) -> ast.AST | None:
-    """Returns the syntax tree of the code.
-
-    Returns None if the code cannot be parsed, or if its tree cannot be converted back to code.
-    """
-    try:
-        tree = ast.parse(code)
-        ast.unparse(tree)
-        return tree
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def calls_of(code: str) -> list[str]:
-    """Returns the name "APP.API" of each API call in the code, or [] if the code is not valid
-    Python."""
-    tree = tree_of(code)
-    return data.calls_in(tree) if tree else []

@@ -4,11 +4,11 @@ A user sends several messages, and the agent calls functions to fulfil the user'
 """
 
 import json
-from importlib import import_module
 
 from environments import saying
 from environments.bfcl import data
 from environments.bfcl.calls import CLOSE, MAX_REPLIES, OPEN, Simulators, parse_calls, script
+from environments.bfcl.tasks import TaskGenerator
 from envs import Environment, Step
 
 PROMPT = """\
@@ -68,7 +68,7 @@ class Bfcl(Environment):
         self.share_of_turns = bfcl_reward == "turns"
 
     def task_generator(self):
-        return import_module("environments.bfcl.tasks").TaskGenerator(self)
+        return TaskGenerator(self)
 
     def start(self, task: dict) -> str:
         self._task, self._turn, self._replies = task, 0, 0

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from contextlib import closing
 from decimal import Decimal
-from importlib import import_module
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from environments.intercodesql.databases import (
 )
 from environments.intercodesql.questions import sql_data, sql_expert
 from environments.intercodesql.spider import spider_data
+from environments.intercodesql.tasks import TaskGenerator
 from envs import EnvError, Environment, Step
 
 SHORT_ROWS = 8
@@ -117,7 +117,7 @@ class InterCodeSQL(Environment):
         # does not contain the `tables` that the generator needs.
         if not self.data.tables:
             return super().task_generator()
-        return import_module("environments.intercodesql.tasks").TaskGenerator(self)
+        return TaskGenerator(self)
 
     def start(self, question: dict) -> str:
         self.close()

@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from environments import UsageError
 from environments.user_files import read_lists
-from environments.webshop.shop import DONE, Page, Shop, show
+from environments.webshop.pages import DONE, Page, Shop
 from envs import EnvError
 
 # The default splits are ranges of goal numbers, as in WebShop's baselines. With --split-file, the
@@ -74,7 +74,7 @@ class WebShopServer(Shop):
         self._client = Client(webshop_url.rstrip("/"))
 
     def start(self, goal: int) -> str:
-        return show(self, self._client.begin(goal), first=True)
+        return self.show(self._client.begin(goal), first=True)
 
     def close(self):
         self._client.close()

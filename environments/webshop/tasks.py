@@ -10,7 +10,7 @@ import re
 
 from environments import with_pairs, words_of
 from environments.webshop.catalogue import draw_limit, goal_for, goal_key, instruction_of, meets
-from environments.webshop.shop import Page, name_and_argument
+from environments.webshop.pages import Page, name_and_argument
 
 # If more products than this number meet a new goal, the goal is rejected as too vague [ours].
 MAX_FITTING = 4
@@ -227,8 +227,3 @@ def phrases_in(text: str, phrases) -> tuple[list[str], str]:
             contained.append(phrase)
             text = text.replace(words, " | ")
     return contained, text
-
-
-def squeezed(text: str) -> str:
-    """Removes all characters of a text that are not letters or digits."""
-    return re.sub(r"[\W_]+", "", text)
