@@ -26,7 +26,6 @@ DONE = ["Thank you for shopping with us!", "Your code:"]
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the built-in WebShop or of a real server."""
     kind: str            # search | results | item | sub-page | done
     pieces: list[str]    # the visible texts
     links: dict          # {text of a button, product or option in lower case: target of the link}
@@ -36,20 +35,18 @@ class Page:
 
 
 class Shop(Environment):
-    """The base class of the built-in WebShop and of a real server. It defines their common rules.
+    """The base class of the built-in WebShop and of a real server.
 
     Texts and rules are the same as in WebShop's official text environment, with two exceptions.
     First, a search is only valid on the search page. Second, the page after a purchase ends at
     "Your code:", because the rest of the official page shows the goal and the reward.
 
     The short view is for a very small model. Results pages, item pages and sub-pages omit the
-    instruction and "Back to Search" in this view. The agent can still click "Back to Search". If
-    the episode has shown the same page before, the short view shows only the first piece of the
-    page and "(seen)".
+    instruction and "Back to Search" in this view, although the agent can still click it. If the
+    episode has shown the same page before, the short view shows only its first piece and "(seen)".
 
-    A subclass defines the method follow(link, query). This method follows a link and returns the
-    new `Page`. If the link is None, the method runs a search with the query, and returns the
-    results page.
+    A subclass defines the method follow(link, query), which returns the new `Page`. If the link is
+    None, the method runs a search with the query.
     """
     name = "webshop"
     rules = PROMPT
@@ -57,8 +54,6 @@ class Shop(Environment):
     searches_everywhere = False  # True if a search is valid on every page, as in ETO's code
 
     def step(self, reply: str) -> Step:
-        """Executes a search or a click. If the current page does not offer the action, the page
-        does not change."""
         name, argument = name_and_argument(self.action(reply))
         page = self.page
         if name == "search" and (page.kind == "search" or self.searches_everywhere):
@@ -69,12 +64,7 @@ class Shop(Environment):
         return Step(self.show(page), page.reward, page.kind == "done", idle=idle)
 
     def show(self, page: Page, first: bool = False) -> str:
-        """Makes a page the current page of the environment, and returns the page's text.
-
-        Args:
-            page: The new page.
-            first: True if the page is the first one of an episode.
-        """
+        """Makes a page the current page, and returns its text in the environment's view."""
         self.page = page
         if first:
             self.shown_before = set()  # the pages that the short view has shown in this episode
@@ -103,9 +93,7 @@ def name_and_argument(action: str) -> tuple[str, str]:
 
     For example, the action "search[Red mug] now" gives ("search", "red mug"). A text that is not an
     action gives ("", ""). The result is the same as with WebShop's regular expression
-    `(.+)\[(.+)\]`. We do not use this expression, because it takes quadratic time. Instead, the
-    function searches in the first line of the text. The argument ends at the last "]". The argument
-    starts at the last "[" for which the argument is not empty.
+    `(.+)\[(.+)\]`, which takes quadratic time.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")

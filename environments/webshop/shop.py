@@ -1,5 +1,4 @@
-"""The built-in WebShop. An agent searches for a product that fits an instruction, and buys the
-product.
+"""The built-in WebShop. An agent searches for a product that fits an instruction, and buys it.
 
 The class `WebShop` defines the pages. Below it are the search engine, BM25, and WebShop's reward.
 """
@@ -19,8 +18,7 @@ from environments.webshop.tasks import TaskGenerator
 
 @dataclass(frozen=True)
 class Place:
-    """The navigation state of an episode. The state determines the page completely, like a URL of
-    WebShop."""
+    """The navigation state of an episode. It determines the page, like a URL of WebShop."""
     kind: str = "search"  # kind of the page, with the same values as `Page.kind`
     query: str = ""
     number: int = 1       # number of the results page, starting at 1
@@ -30,11 +28,10 @@ class Place:
 
 
 class WebShop(Shop):
-    """The built-in WebShop. It has the same pages, actions and reward as a WebShop server that was
-    started with --attrs. The catalogue is generated.
+    """The built-in WebShop, with a generated catalogue.
 
-    The value of a task is a goal, a dict with "instruction" and the fields that `webshop_reward`
-    needs.
+    It has the same pages, actions and reward as a WebShop server that was started with --attrs. The
+    value of a task is a goal, see `catalogue.ShopData`.
     """
     test_splits = ("test", "unseen")
     max_results = 50
@@ -83,7 +80,6 @@ class WebShop(Shop):
 
 def add_results(shop: WebShop, place: Place, pieces: list[str],
                 links: dict[str, Place]) -> None:
-    """Adds the texts and links of a results page to `pieces` and `links`."""
     hits = shop.search(place.query)[:shop.max_results]
     pieces.append(f"Page {place.number} (Total results: {len(hits)})")
     if place.number > 1:
@@ -103,7 +99,6 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
 
 
 def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
-    """Adds the texts and links of an item page to `pieces` and `links`."""
     pieces.append("< Prev")
     # As in WebShop, a click on "< Prev" discards the chosen options.
     links["< prev"] = replace(place, kind="results", item=-1, options=())
@@ -111,9 +106,7 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
         links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
     links["buy now"] = replace(place, kind="done")
 
-    # The key of a link contains only the value of an option, not the option's name. If two options
-    # have the same value, a click therefore chooses the value for the last of these options, as in
-    # WebShop.
+    # If two options have the same value, a click chooses it for the last of them, as in WebShop.
     for name, values in product["options"].items():
         pieces += [name, *values]
         for value in values:
@@ -140,9 +133,7 @@ def sub_pages(product: dict) -> dict[str, list[str]]:
 def search_engine(data: catalogue.ShopData):
     """Returns the search engine, a function that takes a query and returns the indices of products.
 
-    The search engine searches the title, the description and the first bullet point of each
-    product. It does not search the options, so a query for a colour does not find the products in
-    this colour.
+    The options are not searched, so a query for a colour does not find the products in this colour.
     """
     texts = []
     for product in data.products:
@@ -204,10 +195,9 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
         r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
 
-    |A| is the number of attributes that the goal requests. n_att is the number of these attributes
-    that the product has. |O| is the number of options that the goal requests. n_opt is the number
-    of these options that the agent has chosen. r_price is 1 if the price is within the limit, and
-    otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller, see
+    n_att is the number of requested attributes A that the product has. n_opt is the number of
+    requested options O that the agent has chosen. r_price is 1 if the price is within the limit,
+    and otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller, see
     `type_reward`.
 
     Args:
@@ -217,9 +207,8 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
             a dict) and price_upper (the limit).
         options: The chosen options, a dict {name: value}.
         price: The price of the product with the chosen options.
-        nouns: A function that takes a product's name, and returns the words that determine the
-            product's type. By default, the function returns all alphabetic words. The official code
-            uses spaCy to find the nouns instead.
+        nouns: A function that returns the words of a name that determine the type. The default
+            returns all alphabetic words. The official code finds nouns with spaCy.
     """
     attributes = goal["attributes"]
     n_att = sum(has_attribute(product, attribute) for attribute in attributes)
@@ -237,8 +226,7 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
 
 def type_reward(product: dict, goal: dict, nouns) -> float:
-    """Returns r_type, a factor of WebShop's reward, in [0, 1]. r_type is larger if the type of the
-    product fits the goal better."""
+    """Returns r_type, a factor of WebShop's reward, in [0, 1]."""
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
@@ -262,11 +250,6 @@ def alphabetic_words(name: str) -> list[str]:
 
 
 def has_attribute(product: dict, attribute: str) -> bool:
-    """Returns True if a product has an attribute.
-
-    The title, the bullet points or the description must contain the attribute. Otherwise, one of
-    the product's listed attributes must be similar to the attribute.
-    """
     bullets = " ".join(product["BulletPoints"])
     for text in (product["Title"], bullets, product["Description"]):
         if attribute in text.lower():
@@ -275,16 +258,11 @@ def has_attribute(product: dict, attribute: str) -> bool:
 
 
 def is_among(wanted: str, texts: list[str]) -> bool:
-    """Returns True if one of the texts is similar to `wanted`."""
     return any(token_set_ratio(text, wanted) > 85 for text in texts)
 
 
 def normalise_colour(option):
-    """Simplifies the name of a colour: "rose gold" becomes "gold".
-
-    Returns the first item of COLOURS that the option contains. If the option contains no item of
-    COLOURS, returns the option unchanged.
-    """
+    """Simplifies the name of a colour: "rose gold" becomes "gold". Other options do not change."""
     for colour in COLOURS:
         if colour in option:
             return colour
@@ -296,10 +274,8 @@ def token_set_ratio(a: str, b: str) -> int:
     """Returns the similarity of two texts, from 0 to 100. The order of the words has no effect.
 
     The function gives the same results as token_set_ratio in thefuzz 0.19, the version that WebShop
-    uses. Each text is converted to its distinct words, and the words that both texts share are
-    placed first. The result is the largest of three ratios, which are computed with difflib: the
-    similarity of the shared words and the first text, of the shared words and the second text, and
-    of the two texts.
+    uses. The result is the largest of three ratios of difflib, between the shared words, the first
+    text and the second text. The distinct words of each text are sorted, with shared words first.
     """
     words_a = plain_words(a)
     words_b = plain_words(b)
@@ -320,10 +296,7 @@ def token_set_ratio(a: str, b: str) -> int:
 
 
 def plain_words(text: str) -> set[str]:
-    """Returns the set of words in a text, in lower case.
-
-    As in thefuzz, the characters with codes 128 to 255 are removed first. Then the text is split at
-    every character except letters, digits and underscores.
-    """
+    """Returns the set of words in a text, in lower case, without characters 128 to 255 as in
+    thefuzz."""
     text = re.sub("[\x80-\xff]", "", text)
     return {*re.sub(r"\W", " ", text).lower().split()}
