@@ -331,7 +331,6 @@ WRONG = table("""
     list reward=null -> reward None is not in [0, 1]
     run reward=true -> reward True is not in [0, 1]
     list reward=NaN -> reward nan is not in [0, 1]
-    list id="echo_-1" -> id 'echo_-1' has a negative number
     list id="echo" -> id 'echo' has no number of a task
     run task="echo-train-7" -> unknown task 'echo-train-7'
     list id="echo_7" -> unknown task 'echo-train-7'

@@ -1,6 +1,6 @@
 """Judges the changes that an agent's code has made in the apps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from environments.appworld import data
@@ -20,10 +20,10 @@ class Trace:
         done: True if the solution completed the task.
         process_error: The reason why the process ended early, or None.
     """
-    outputs: list[str] = field(default_factory=list)
-    calls: list[list] = field(default_factory=list)
-    changed: list[bool] = field(default_factory=list)
-    changes: dict[str, str] = field(default_factory=dict)
+    outputs: list[str]
+    calls: list[list]
+    changed: list[bool]
+    changes: dict[str, str]
     done: bool = False
     process_error: str | None = None
 
@@ -44,7 +44,7 @@ class Judge:
 
     def trace(self, task: dict, code: list[str]) -> Trace:
         """Runs the parts of a solution in a new episode, up to the part that completes the task."""
-        trace = Trace()
+        trace = Trace([], [], [], {})
         episode = self.start_episode(task)
         try:
             before = episode.changes()
