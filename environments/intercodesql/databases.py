@@ -34,7 +34,8 @@ VM_STEPS = 10_000_000
 CHECK_STEPS = 1_000  # sqlite's limits are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
-DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer or a server's privileges
+# Start of the error text if sqlite's authorizer or the privileges on a server reject a query
+DENIED = ERROR + "SELECT command denied to user"
 REMEDY = "python -m environments.intercodesql.spider makes users that can only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
