@@ -95,11 +95,12 @@ class SQLData:
 
 def draw_database(rng: random.Random, nouns: set) -> list[Table]:
     """Generates the tables of a random database, named after some of the given nouns."""
+    def pick(pool):
+        return rng.choice([noun for noun in pool if noun in nouns])
+
     style = rng.choice(["{}", "{}s", "{}_info"])
-    people, things = ([n for n in pool if n in nouns] for pool in (PEOPLE, THINGS))
-    kinds = [("sites", rng.choice([n for n in SITES if n in nouns]))]
-    kinds += rng.sample([("people", rng.choice(people)), ("things", rng.choice(things))],
-                        rng.choice([1, 2]))
+    kinds = [("sites", pick(SITES))]
+    kinds += rng.sample([("people", pick(PEOPLE)), ("things", pick(THINGS))], rng.choice([1, 2]))
     tables = []
     for kind, noun in kinds:
         label, numeric, textual = CONCEPTS[kind]

@@ -37,10 +37,11 @@ def spider_data(folder: str) -> SQLData:
                 questions[split] = {str(i): rows[str(i)] for i in read_json(indices)}
         if not questions:
             records = _records(where / "ic_spider_dev.json")
-            split_of = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
-                        for i, db in enumerate(sorted({q["db"] for q in records}))}
-            questions = {split: numbered([q for q in records if split_of[q["db"]] == split])
-                         for split in ("train", "validation", "test")}
+            names = sorted({question["db"] for question in records})
+            splits = ["train", "train", "train", "validation", "test"]
+            for split in dict.fromkeys(splits):
+                chosen = {db for i, db in enumerate(names) if splits[i % 5] == split}
+                questions[split] = numbered([q for q in records if q["db"] in chosen])
         if (dump := where / "ic_spider_dbs.sql").exists():
             scripts = sqlite_scripts(dump.read_text(encoding="utf-8"))
     return SQLData(scripts, questions)
