@@ -18,8 +18,9 @@ from conftest import ROOT, wait_until
 from common.settings import UsageError
 from environments import converse, environment, make
 from environments.appworld import data, judging, processes
-from environments.appworld.data import MAX_REPLIES, calls_in, parts, small_appworld
-from environments.appworld.environment import FORM, block, code_of
+from environments.appworld.data import MAX_REPLIES, parts, small_appworld
+from environments.appworld.environment import FORM
+from environments.appworld.python_code import block, calls_in, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
 from envs import EnvError
 from evolve import tells

@@ -21,7 +21,7 @@ from engine.trajectories import write as write_jsonl
 from environments import expert_files
 from environments.appworld import data as appworld
 from environments.intercodesql import questions
-from environments.webshop import shop
+from environments.webshop import pages, shop
 from evolve import Explored, tells
 
 
@@ -61,7 +61,7 @@ class Counted(str):
 
 
 @pytest.mark.parametrize("parse, value", [
-    (shop.name_and_argument, "x[x"), (shop.name_and_argument, "x]]"), (shop.name_and_argument, "[x"),
+    (pages.name_and_argument, "x[x"), (pages.name_and_argument, "x]]"), (pages.name_and_argument, "[x"),
     (envs.unmarked, "`"), (envs.unmarked, "` "), (envs.unmarked, "*`x"), (envs.Environment().action, "Action: `\n")],
     ids=lambda given: getattr(given, "__name__", repr(given)))  # no address: xdist compares names
 def test_a_reply_is_parsed_in_linear_time(parse, value):
@@ -279,8 +279,8 @@ def test_an_expert_that_ends_before_the_episode_has_failed(replies, said, earned
     str.upper, lambda page: "", lambda page: page.replace("$", "USD "), lambda page: page[::2],
     lambda page: page.replace("price lower than", "for"), lambda page: page.replace("[SEP]", "/")])
 def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(change, monkeypatch):
-    show = shop.show
-    monkeypatch.setattr(shop, "show", lambda *page, **first: change(show(*page, **first)))
+    show = pages.Shop.show
+    monkeypatch.setattr(pages.Shop, "show", lambda *page, **first: change(show(*page, **first)))
     found = [*expert_files.experts(shop.WebShop(), None, 5)]
     assert len(found) == 5 and all(0 <= reward < 1 for *_, reward in found)
 

@@ -44,7 +44,7 @@ SMALL = catalogue.ShopData(
         {**KETTLE, "asin": "B0BBBBBBBB", "Title": "Copper Kettle", "price": 20.5, "options": {}},
         {**KETTLE, "asin": "B0CCCCCCCC", "Title": "Kettle", "price": 9.0, "options": {},
          "BulletPoints": []}],
-    goals={"train": [{**WANT, "instruction": "i need a kettle"}], "test": []}, families=[])
+    goals={"train": [{**WANT, "instruction": "i need a kettle"}], "test": []})
 HEAD = "Instruction: [SEP] i need a kettle [SEP] Back to Search [SEP] "
 SEARCH = "WebShop [SEP] Instruction: [SEP] i need a kettle [SEP] Search"
 PAGE_1 = HEAD + ("Page 1 (Total results: 3) [SEP] Next > [SEP] B0CCCCCCCC [SEP] Kettle [SEP] $9.0 "
@@ -98,7 +98,7 @@ def test_of_options_that_share_a_value_the_last_is_chosen():
     goal = {**WANT, "attributes": ["easy clean"], "goal_options": ["natural", "large", "black"],
             "instruction": "i need a kettle"}
     _, steps = small_shop(f"{OPEN}; click[natural]; click[black]; click[Buy Now]",
-                          data=catalogue.ShopData([product], {"train": [goal], "test": []}, []))
+                          data=catalogue.ShopData([product], {"train": [goal], "test": []}))
     assert steps[-1].reward == 0.8  # 1 attribute, 2 options, the price of 5
 
 
