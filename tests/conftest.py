@@ -35,6 +35,7 @@ import coevolve  # noqa: E402
 from common.settings import UsageError  # noqa: E402
 from engine import command, run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
+from environments import environment  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
 
 DATA = ROOT / "tests" / "data"  # recordings of official code, see its README
@@ -426,6 +427,18 @@ def toy_run(small_model, tmp_path, monkeypatch):
         own = TOY_SFT if given.get("--method") == "sft" else TOY
         program(*own, "--model", small_model, "--out", tmp_path / "run", *flags)
         return tmp_path / "run"
+
+    return start
+
+
+@pytest.fixture
+def new_run(small_model, tmp_path, monkeypatch):
+    """new_run(env, Settings, **values) -> a run in tmp_path/run, for phases of the test. The next
+    one resumes it."""
+    def start(env=Toy, settings=coevolve.Settings, **values):
+        monkeypatch.setattr(run, "make", lambda *_, **__: env())
+        given = dict(model=str(small_model), out=str(tmp_path / "run"), max_tokens=400)
+        return run.Run(settings(**given | values), environment("webshop")())
 
     return start
 
