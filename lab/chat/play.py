@@ -118,8 +118,8 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
 
 
 def typed(env: Environment, may_be_empty: bool) -> str:
-    """Reads the person's reply from the terminal. The person types an action, the number of a
-    listed action, or nothing if `may_be_empty`. Raises EOFError if the person types q."""
+    """Returns the person's reply. The person types an action, the number of a listed action, or
+    nothing if `may_be_empty`. Raises EOFError if the person types q."""
     actions, forms = env.possible()
     numbered = {str(n): action for n, action in enumerate(actions, 1)}
     if numbered:
@@ -137,9 +137,8 @@ def typed(env: Environment, may_be_empty: bool) -> str:
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
-    """Finds the agent for --agent. The path is an agent's folder or a run's folder. In a run, the
-    last target agent that still exists is chosen. Returns the run's folder and the agent's
-    folder."""
+    """Returns the folders of the run and of the agent. `path` is an agent's folder, or a run's
+    folder, in which the last target agent that still exists is chosen."""
     run = run_of(path)
     agents = [path]
     if (path / "phases.json").exists():
@@ -155,7 +154,7 @@ def agent_of(path: Path) -> tuple[Path, Path]:
 
 def chosen(env: Environment, name: str) -> str:
     """Returns the id of the task to play. `name` is a task id, or a split from which a random task
-    is chosen. Raises UsageError if there is no such task or split."""
+    is chosen."""
     try:
         if "-" in name:
             env.find(name)

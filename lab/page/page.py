@@ -43,8 +43,7 @@ PAIR = {"task", "kind", "chosen", "rejected"}
 
 
 def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
-    """Writes RUN/run.html for a finished or unfinished run. Returns a line to print, with the path
-    and size of the file."""
+    """Writes RUN/run.html. Returns a line to print, with the path and size of the file."""
     path = run / "run.html"
     path.write_text(page(run, megabytes), encoding="ascii")
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser"
@@ -77,7 +76,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
 
 
 def status_of(run: Path) -> str:
-    """Returns the progress of a run: "finished", or how many phases are finished, and the last."""
+    """Returns "finished", or the number of finished phases of a run, and the last one."""
     if is_finished(run):
         return "finished"
     phases = [*phases_of(run)]
@@ -86,8 +85,7 @@ def status_of(run: Path) -> str:
 
 
 def hash_source(source: str) -> str:
-    """Returns the entry of the content security policy that allows this style or script, identified
-    by its SHA-256 hash."""
+    """Returns the entry of the content security policy that allows this style or script."""
     digest = hashlib.sha256(source.encode("ascii")).digest()  # the ASCII page has the same bytes
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -130,8 +128,7 @@ def conversations(run: Path, megabytes: float) -> dict:
 
 
 def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
-    """Yields (file, trajectory) for each trajectory that the finished phases have written, in the
-    order of the phases."""
+    """Yields (file, trajectory) for each trajectory of the finished phases, in their order."""
     for output in phases:
         # GRPO writes its episodes into the agent's folder.
         file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
@@ -141,7 +138,7 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
 
 
 def name_of(row: dict) -> tuple:
-    """Returns the (agent, iteration, rollout) by which a pair names a trajectory of its task."""
+    """Returns the key by which a pair names a trajectory of its task."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
@@ -202,14 +199,12 @@ def name_of_pair(row: dict) -> tuple:
 
 
 def interest(runs, target: str) -> tuple:
-    """Returns the sort key of a task, computed from its trajectories. It sorts interesting tasks
-    first:
+    """Returns the sort key of a task, which sorts interesting tasks first:
 
     1. Explored tasks come before tasks that were only evaluated.
-    2. Tasks are sorted by the target agent's best reward in the last iteration, the lowest first.
-       Tasks that it has not played come last.
-    3. If these rewards are equal, the task whose failures have the higher maximum reward comes
-       first.
+    2. Tasks with a lower best reward of the target agent in the last iteration come first, and
+       tasks that it has not played come last.
+    3. Then tasks with a better failure come first.
     """
     played = [r for r in runs if r["agent"] != "expert"]
     explored = [r for r in played if not r["from"].startswith("eval")]
@@ -221,9 +216,8 @@ def interest(runs, target: str) -> tuple:
 
 
 def instructions(runs: dict[str, dict]) -> dict[str, str]:
-    """Returns a short text of each task. It has the parts of the task's opening messages that occur
-    in at most half of the tasks, so that common instructions are left out. If all parts are common,
-    it is the end of the opening."""
+    """Returns a short text of each task: the parts of its opening messages that occur in at most
+    half of the tasks, or the end of the opening if all parts are common."""
     openings = {}  # task -> pieces of the task's opening messages
     counts = Counter()
     for task, of_task in runs.items():

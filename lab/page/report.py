@@ -54,7 +54,7 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
 
 
 def rewards_by_task(episodes: list[dict]) -> dict[str, list[float]]:
-    """Returns the rewards of each task's episodes, given as rows of a trajectory file."""
+    """Returns the rewards of each task, from the rows of a trajectory file."""
     rewards = defaultdict(list)
     for episode in episodes:
         rewards[episode["task"]].append(episode["reward"])
@@ -62,16 +62,9 @@ def rewards_by_task(episodes: list[dict]) -> dict[str, list[float]]:
 
 
 def scenarios(env, rewards: dict[str, list[float]]) -> dict:
-    """Returns AppWorld's scenario goal completion. A scenario is a group of related tasks.
-
-    Args:
-        env: The environment.
-        rewards: The rewards of each task's episodes.
-
-    Returns:
-        The number of scenarios, and `sgc`, the share of scenarios in which every episode of every
-        task is a success. {} if the environment has no scenarios.
-    """
+    """Returns AppWorld's scenario goal completion: the number of scenarios, which are groups of
+    related tasks, and `sgc`, the share of scenarios in which every episode of every task is a
+    success. Returns {} if the environment has no scenarios."""
     solved = {}  # scenario -> True if all its episodes are successes
     for task, of_task in rewards.items():
         scenario = env.scenario(task)
@@ -81,14 +74,12 @@ def scenarios(env, rewards: dict[str, list[float]]) -> dict:
 
 
 def close(run: Path) -> None:
-    """Writes the evaluations to result.json. The existence of this file marks the run as
-    finished."""
+    """Writes the evaluations to result.json. This file marks the run as finished."""
     write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
 
 
 def tables(run: Path) -> list[Table]:
-    """Returns the tables of a run: the evaluations, one table for each kind of phase, and the
-    totals of all phases."""
+    """Returns the tables of the evaluations, of each other kind of phase, and of the totals."""
     phases = phases_of(run)
     evals = evaluations(run, phases)
     evaluated = {row["output"] for row in evals}
@@ -106,8 +97,7 @@ def tables(run: Path) -> list[Table]:
 
 
 def table_of(title: str, rows: list[dict]) -> Table:
-    """Returns a table with one row per phase and one column per result. `rows` are the records of
-    the phases."""
+    """Returns a table with one row per phase and one column per result."""
     cells_of_rows = []
     columns = {}  # names, in order
     for row in rows:
@@ -123,11 +113,8 @@ def table_of(title: str, rows: list[dict]) -> Table:
 
 
 def cells_of(name: str, value) -> dict[str, str]:
-    """Formats one result of a phase as table cells, and returns a dict {column: text}.
-
-    The value is a number, a text or a dict of counts. The result `pairs` is a dict {kind of pair:
-    count}, and each kind gets a column of its own.
-    """
+    """Formats one result of a phase, a number, a text or a dict of counts, as {column: text}. Each
+    kind of preference pair has a column of its own."""
     title = name.replace("_", " ")
     if name == "pairs" and isinstance(value, dict):
         return {kind: f"{count:,}" for kind, count in value.items()}
