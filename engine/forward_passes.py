@@ -66,7 +66,7 @@ def distributed_log_probs(
     # tokens. The sum over ranks has all log-probabilities, so every rank can compute the loss of
     # the whole batch.
     # Gradient: the gradient of the batch is the sum of the ranks' gradients. However, FSDP and
-    # `average_gradients` compute the mean over ranks. Multiplying each rank's gradient by the
+    # `average_and_clip` compute the mean over ranks. Multiplying each rank's gradient by the
     # number of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
     gradient = ranks * (own - own.detach())  # its value is 0, so it only adds a gradient
@@ -144,25 +144,17 @@ def average_and_clip(model, max_norm: float) -> float:
 
     Returns the total norm before clipping.
     """
-    average_gradients(model)
+    # FSDP has already averaged the gradients of a sharded model.
+    averages = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        if p.grad is None:  # all ranks must reduce the same tensors
+            p.grad = torch.zeros_like(p)
+        if averages:
+            p.grad /= torch.distributed.get_world_size()
+            torch.distributed.all_reduce(p.grad)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     if isinstance(norm, DTensor):  # the model is sharded
         norm = norm.full_tensor()
     return norm.item()
-
-
-def average_gradients(model) -> None:
-    """Averages the gradients over data-parallel ranks, unless FSDP has already averaged them.
-
-    Trainable weights without a gradient get a gradient of 0, because all ranks must reduce the same
-    tensors.
-    """
-    unsharded = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
-    for p in model.parameters():
-        if not p.requires_grad:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        if unsharded:
-            p.grad /= torch.distributed.get_world_size()
-            torch.distributed.all_reduce(p.grad)

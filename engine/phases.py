@@ -101,27 +101,6 @@ class Trained:
     tensors: dict[str, dict] = field(default_factory=dict)  # {name of a .pt file: its content}
 
 
-def key_of(value, path_key: Callable[[Path], object]):
-    """Returns a key that identifies the content of a phase's input.
-
-    An input is a list of trajectories, pairs or dicts, a path, None, or a list or dict of inputs.
-    """
-    if isinstance(value, Saved) and not value.is_read:
-        return value.key
-    if is_rows(value):  # also a list that was read, because its items may have been changed
-        return content_hash(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [key_of(part, path_key) for part in value]
-    if isinstance(value, Path):
-        return path_key(value)
-    if value is not None:
-        raise TypeError(f"the input {value!r:.60} is no list of trajectories or pairs, and no "
-                        "path; give numbers and strings by name")
-    return None
-
-
 # -------------------------------------------------------------------------------- the run's folder
 
 
@@ -302,14 +281,31 @@ class Phases:
             raise ValueError("the ranks differ in the phase, its inputs or its parameters; make "
                              "the code between phases deterministic")
 
-    def keys_of(self, inputs: tuple) -> list:
-        return [key_of(value, self.path_key) for value in inputs]
+    def keys_of(self, inputs: Iterable) -> list:
+        return [self.key_of(value) for value in inputs]
 
-    def path_key(self, path: Path):
-        """Returns the key of a file or of the folder of a model."""
-        if path not in self.keys:
-            self.keys[path] = hashes_of(path)
-        return self.keys[path]
+    def key_of(self, value):
+        """Returns a key that identifies the content of a phase's input.
+
+        An input is a list of trajectories, pairs or dicts, a path, None, or a list or dict of
+        inputs.
+        """
+        if isinstance(value, Saved) and not value.is_read:
+            return value.key
+        if is_rows(value):  # also a list that was read, because its items may have been changed
+            return content_hash(value)
+        if isinstance(value, dict):
+            return self.keys_of(value.values())
+        if isinstance(value, (list, tuple)):
+            return self.keys_of(value)
+        if isinstance(value, Path):
+            if value not in self.keys:
+                self.keys[value] = hashes_of(value)
+            return self.keys[value]
+        if value is not None:
+            raise TypeError(f"the input {value!r:.60} is no list of trajectories or pairs, and no "
+                            "path; give numbers and strings by name")
+        return None
 
     def reuse(self, output: str, cache_key: str, inputs: tuple) -> dict | None:
         """Returns the record of an output of an earlier process if it has the same cache key."""

@@ -30,23 +30,22 @@ class Tracking:
             return
         # The number of lines in metrics.jsonl, to which a resumed run appends.
         self.lines = len(whole_lines(self.file))
-        if name:
-            self.start(name, folder / "tracking", settings)
-
-    def start(self, name: str, folder: Path, settings: dict) -> None:
+        if not name:
+            return
+        tracking = folder / "tracking"
         try:
-            trackers = filter_trackers(name, str(folder))
+            trackers = filter_trackers(name, str(tracking))
         except ValueError as error:
             raise UsageError(f"--track {name}: {error}") from None
         if not trackers:
             raise UsageError(f"--track {name}: it is not installed; {sys.executable} -m pip "
                              f"install {name}")
-        self.accelerator.log_with = trackers
-        self.accelerator.project_configuration.set_directories(str(folder))
-        folder.mkdir(exist_ok=True)
+        accelerator.log_with = trackers
+        accelerator.project_configuration.set_directories(str(tracking))
+        tracking.mkdir(exist_ok=True)
         settings = {key: value for key, value in settings.items() if value is not None}
         try:
-            self.accelerator.init_trackers("coevolve", settings)
+            accelerator.init_trackers("coevolve", settings)
         except Exception as error:  # each tracker defines its own exception classes
             raise UsageError(f"--track {name}: it cannot start: {first_line(error)}; set it up, or "
                              "give --track tensorboard, which needs no account and no network"

@@ -6,7 +6,6 @@ Users may edit these files, so each line is checked when it is read.
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -75,7 +74,7 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
     items = []
     by_name = None  # the trajectories in `inputs`, by name
     for n, row in enumerate(read_jsonl(file), 1):
-        with naming_line(file, n):
+        try:
             if "chosen" in row:
                 if by_name is None:
                     by_name = trajectories_by_name(trajectories_in(inputs))
@@ -84,6 +83,9 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
                 items.append(trajectory_of(row, vocabulary))
             else:
                 items.append(row)
+        except ValueError as error:
+            raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file and "
+                             "rerun the same command to make it again") from None
     return items
 
 
@@ -99,15 +101,6 @@ def trajectories_in(value) -> Iterable[Trajectory]:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for part in value:
             yield from trajectories_in(part)
-
-
-@contextmanager
-def naming_line(file: Path, n: int):
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file and "
-                         "rerun the same command to make it again") from None
 
 
 def trajectory_of(row: dict, vocabulary: float) -> Trajectory:
