@@ -35,7 +35,7 @@ from lab.runfiles import (
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
-# The keys of a trajectory that the page includes. Token ids and others are left out.
+# The keys of a trajectory that the page includes
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 # A row that has all these keys is a trajectory, or a pair.
 EPISODE = {"task", *KEPT} - {"raw_reward"}
@@ -95,10 +95,10 @@ def hash_source(source: str) -> str:
 
 def conversations(run: Path, megabytes: float) -> dict:
     """Returns the data of the page's task browser: a list of tasks with their trajectories and
-    preference pairs. The most interesting tasks come first (see `interest`).
+    preference pairs, the most interesting tasks first.
 
-    The page includes conversations until their compressed size is about `megabytes` MB. The
-    trajectories of the remaining tasks are listed without their messages.
+    If the compressed size exceeds `megabytes` MB, the trajectories of the remaining tasks are
+    listed without their messages.
     """
     s = config_of(run)["settings"]
     phases = phases_of(run)
@@ -108,9 +108,14 @@ def conversations(run: Path, megabytes: float) -> dict:
         kept["from"] = file.removesuffix(".jsonl")
         kept["opening"] = first_reply(row["messages"], row["turns"])
         runs[row["task"]].setdefault(name_of(row), kept)
-    pairs = defaultdict(list)  # task -> preference pairs of this task
-    for row in phases_with(phases, "pairs"):
-        add_pairs(pairs, runs, run, phases, row)
+    pairs = defaultdict(list)  # task -> preference pairs, with indices into its trajectories
+    for recorded in phases_with(phases, "pairs"):
+        for row in pairs_in(run, phases, recorded):
+            names = [*runs.get(row["task"], {})]
+            sides = name_of(row["chosen"]), name_of(row["rejected"])
+            if {*sides} <= {*names}:  # a trajectory file that is being recomputed may lack a side
+                chosen, rejected = map(names.index, sides)
+                pairs[row["task"]].append(row | dict(chosen=chosen, rejected=rejected))
 
     texts = instructions(runs)
     tasks = []
@@ -142,56 +147,27 @@ def name_of(row: dict) -> tuple:
     return row["agent"], row["iteration"], row["rollout"]
 
 
-def add_pairs(
-    pairs: dict[str, list],
-    runs: dict[str, dict],
-    run: Path,
-    phases: dict,
-    recorded: dict,
-) -> None:
-    """Adds the pairs of a pairs file to `pairs`.
+def pairs_in(run: Path, phases: dict, recorded: dict) -> Iterator[dict]:
+    """Yields the rows of a pairs file, whose phase has the record `recorded`.
 
-    Args:
-        pairs: The pairs of each task.
-        runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
-            into the task's trajectories.
-        run: The folder that contains the pairs file.
-        phases: The records of all phases.
-        recorded: The record of the phase that wrote the pairs file.
-
-    `trains` of an added pair is the agent that it has trained, or "". The keys `first` and `last`
-    are its log-probabilities and margin in the first and last training step that used the pair.
-    They are absent if no step has used it.
+    `trains` of a row is the agent that was trained on the pairs, or "" if none was. `first` and
+    `last` are the log-probabilities and the margin in the first and the last training step that
+    used the pair. They are absent if no step has used it.
     """
-    rows = {name_of_pair(row): row for row in rows_in(run / recorded["output"])
-            if PAIR <= row.keys()}
-    trains, margins = trained_on(rows, run, phases)
+    rows = {}
+    for row in rows_in(run / recorded["output"]):
+        if PAIR <= row.keys():
+            rows[name_of_pair(row)] = row
+    # An agent was trained on these pairs if its margins.jsonl has no others. One agent's pairs may
+    # be a part of another's, so this holds for the agent with the most.
+    trains, margins = "", {}
+    for phase in phases_with(phases, "name", "steps"):
+        logged = rows_in(run / phase["output"] / "margins.jsonl")
+        of_agent = {name_of_pair(row): row for row in logged}
+        if of_agent.keys() <= rows.keys() and len(of_agent) > len(margins):
+            trains, margins = phase["name"], of_agent
     for name, row in rows.items():
-        task, _, *sides = name
-        names = [*runs.get(task, {})]
-        if not {*sides} <= {*names}:
-            # The trajectory file is being recomputed and does not have this trajectory yet.
-            continue
-        chosen, rejected = map(names.index, sides)
-        pairs[task].append(row | margins.get(name, {}) | dict(
-            chosen=chosen, rejected=rejected, trains=trains, iteration=recorded["i"]))
-
-
-def trained_on(pairs: dict, run: Path, phases: dict) -> tuple[str, dict]:
-    """Finds the agent that was trained on the pairs: of the agents whose margins.jsonl has only
-    these pairs, the one with the most. One agent's pairs may be a part of another's.
-
-    Returns the name of the agent and the rows of its margins.jsonl by the names of their pairs, or
-    "" and {} if no agent was trained on the pairs yet. A row has the same keys as its pair, and
-    also `first` and `last`.
-    """
-    name, margins = "", {}
-    for row in phases_with(phases, "name", "steps"):
-        logged = rows_in(run / row["output"] / "margins.jsonl")
-        of_agent = {name_of_pair(logged_row): logged_row for logged_row in logged}
-        if of_agent.keys() <= pairs.keys() and len(of_agent) > len(margins):
-            name, margins = row["name"], of_agent
-    return name, margins
+        yield row | margins.get(name, {}) | dict(trains=trains, iteration=recorded["i"])
 
 
 def name_of_pair(row: dict) -> tuple:

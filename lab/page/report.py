@@ -1,5 +1,4 @@
-"""Computes the results of a finished or unfinished run: the tables of its page, and the evaluations
-in result.json."""
+"""Computes the results of a run: the tables of its page, and the evaluations in result.json."""
 
 from collections import Counter, defaultdict
 from datetime import timedelta
@@ -11,7 +10,7 @@ import numpy as np
 from common.files import write_json
 from engine.console import SHARES, counted
 from environments import environment
-from lab.runfiles import SOLVED, config_of, phases_of, phases_with, rows_in
+from lab.runfiles import SOLVED, config_of, evaluations_in, phases_of, rows_in
 
 # A table is (title, names of the columns, rows). A column name that begins with < aligns its column
 # to the left.
@@ -30,15 +29,13 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
-    """Returns the records of all evaluation phases whose trajectory files still exist.
-
-    These numbers are computed from the trajectory files: the mean reward and its 95% interval from
-    `low` to `high`, the success rate, the number of tasks, the number of episodes that reached the
-    context limit, and the numbers that `scenarios` returns.
-    """
+    """Returns the records of all evaluation phases whose trajectory files still exist, with numbers
+    computed from these files: the mean reward and its 95% interval from `low` to `high`, the
+    success rate, the number of tasks, the number of episodes that reached the context limit, and
+    the numbers that `scenarios` returns."""
     env = config_of(run)["settings"]["env"]
     evals = []
-    for row in phases_with(phases, "split", "name", "episodes", "reward", "success"):
+    for row in evaluations_in(phases):
         episodes = rows_in(run / row["output"])
         if not episodes:  # the split has no tasks, or the user has deleted or emptied the file
             continue
