@@ -4,7 +4,6 @@ import datetime
 import decimal
 import json
 import os
-import random
 import re
 import shutil
 import socket
@@ -248,13 +247,6 @@ def test_the_values_of_these_calls_are_mariadbs(server):
 FARM = json.loads((DATA / "intercode/mysql_answers.json").read_text())["farm_1"]
 
 
-@pytest.fixture
-def farm():
-    """One of the built-in databases, of which MariaDB was asked what models ask."""
-    with closing(databases.Sqlite("farm_1", FARM["script"])) as db:
-        yield db
-
-
 def by_value(answer):
     """Returns rows with all numbers as floats of three digits, or "error"."""
     if isinstance(answer, str):
@@ -264,23 +256,11 @@ def by_value(answer):
             for row in answer]
 
 
-def test_built_in_databases_answer_as_mariadb_10_11_did(farm):
-    for sql, answer in FARM["answers"]:
-        assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
-
-
-def test_any_query_returns_rows_or_an_error_text(farm):
-    """Runs 2,000 of the recorded queries with parts removed, added or replaced."""
-    queries = [re.findall(r"\s+|\w+|'[^']*'|[^\w\s]", sql) for sql, _ in FARM["answers"]]
-    pool = sum(queries, []) + ", ( ) . / LEFT( MAX( CONCAT( YEAR( IN ( '5' ' {".split() * 1000
-    rng = random.Random(0)
-    for _ in range(2000):
-        query = list(rng.choice(queries))
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(query) + 1)
-            query[at:at + rng.randint(0, 1)] = rng.choice([[], [rng.choice(pool)]])
-        answer = farm.run("".join(query))
-        assert isinstance(answer, list) or answer.startswith(databases.ERROR), query
+def test_built_in_databases_answer_as_mariadb_10_11_did():
+    """MariaDB was asked what models ask."""
+    with closing(databases.Sqlite("farm_1", FARM["script"])) as farm:
+        for sql, answer in FARM["answers"]:
+            assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
 
 
 def test_the_short_view_shows_two_digits_and_names_alone():
@@ -329,9 +309,8 @@ def test_an_answer_to_a_failing_gold_query_is_scored_as_by_intercode(small):
     SELECT 1 UNION ALL SELECT 2 -> SELECT 2 UNION ALL SELECT 1 -> True
     SELECT name FROM farmers ORDER BY marks -> SELECT name FROM farmers ORDER BY marks DESC -> False
 """))
-def test_questions_whose_queries_always_return_the_same_rows_have_one_key(farm, one, other, same):
-    """The order of rows counts only after ORDER BY. The maximum of the marks is 75."""
-    assert str(farm.run("SELECT MAX(marks) FROM farmers")) == "[(75,)]"
+def test_questions_whose_queries_always_return_the_same_rows_have_one_key(one, other, same):
+    """The order of rows counts only after ORDER BY. In this database the maximum is 75."""
     generator = make("intercodesql").task_generator()
     first, second = (generator.key(dict(db="farm_1", gold=sql)) for sql in (one, other))
     assert str(first == second) == same
@@ -509,15 +488,13 @@ def test_the_check_of_a_query_does_not_backtrack_exponentially():
 
 
 @pytest.mark.parametrize("real, count, dealt", [(False, 50, [6, 2, 2]), (True, 1034, [12, 4, 4])])
-def test_real_questions_are_split_by_database_and_their_experts_replay_to_1(own, real, count, dealt):
+def test_real_questions_are_split_by_database(own, real, count, dealt):
     env = make("intercodesql", intercode_data=str(folder_of("INTERCODE_DATA") if real else own))
-    tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
-    assert env.test_splits == ("test",) and len(tasks) == count
-    for task in tasks[::4]:
-        assert environments.converse(env, env.reset(task), env.expert())[1] == 1
+    assert env.test_splits == ("test",) and sum(map(len, env.splits.values())) == count
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
-    assert [*map(len, names)] == dealt and set.union(*names) == env.data.databases.keys()
-    assert len(env.data.databases) == sum(dealt)
+    assert [*map(len, names)] == dealt and len(set.union(*names)) == sum(dealt)
+    task = env.tasks("test")[0]
+    assert environments.converse(env, env.reset(task), env.expert())[1] == 1
     env.close()
 
 
