@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import getpass
 import json
 import os
 import re
@@ -609,11 +610,10 @@ def mariadb(tmp_path_factory, own):
         pytest.skip("mariadbd is not installed (Debian: apt-get install mariadb-server)")
     pymysql = pytest.importorskip("pymysql", reason="PyMySQL is not installed")
     folder = tmp_path_factory.mktemp("mariadb")
-    user = subprocess.check_output(["id", "-un"], text=True).strip()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = ["--no-defaults", f"--user={user}", f"--datadir={folder}/data"]
+    common = ["--no-defaults", f"--user={getpass.getuser()}", f"--datadir={folder}/data"]
     subprocess.run([install, *common, "--auth-root-authentication-method=normal", "--skip-test-db"],
                    check=True, capture_output=True)
 
@@ -622,11 +622,10 @@ def mariadb(tmp_path_factory, own):
             databases.connect(ROOT_URL.format(port), password="").close()
             return True
 
-    with open(folder / "log", "a") as log:
-        running = subprocess.Popen(
-            [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid",
-             "--bind-address=127.0.0.1", f"--port={port}", "--lower-case-table-names=1",
-             "--skip-log-bin", "--max-statement-time=2"], stdout=log, stderr=log)
+    running = subprocess.Popen(
+        [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid", "--bind-address=127.0.0.1",
+         f"--port={port}", "--lower-case-table-names=1", "--skip-log-bin", "--max-statement-time=2"],
+        stderr=subprocess.DEVNULL)
     try:
         wait_until(answers, "MariaDB to answer")
         more, secret = folder / "more.sql", f"CREATE TABLE secret (word text);\nINSERT INTO secret VALUES ('{SECRET}');\n"
@@ -836,6 +835,7 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, capsys):
+    """Neither its files nor what it prints."""
     program(*f"""--env intercodesql --model {small_model} --intercode-data {own} --view short --method eto
                  --train-tasks 3 --eval-tasks 2 --iterations 1 --max-tokens 512 --max-new-tokens 8
                  --mysql-url {URL.format(mariadb)} --out {tmp_path}""".split())
