@@ -521,9 +521,6 @@ def test_data_that_cannot_be_read_is_refused(tmp_path, gold, dump, told):
         InterCodeSQL(intercode_data=str(tmp_path)).reset("intercodesql-train-0")
 
 
-ROOT_URL, URL = "mysql://root@127.0.0.1:{}", "mysql://agent@127.0.0.1:{}"
-
-
 def as_dump(name, script):
     """Returns a database's script as a dump writes it, a column a line."""
     def create(match):
@@ -597,13 +594,20 @@ def password():
         yield
 
 
-def load(port, dump):
-    return spider.load_intercode(dump, ROOT_URL.format(port), URL.format(port))
+def load(url, dump):
+    return spider.load_intercode(dump, url.replace("agent", "root"), url)
+
+
+def root_query(url, sql):
+    root = databases.connect(url.replace("agent", "root"), password="")
+    with root, root.cursor() as cursor:
+        cursor.execute(sql)
+        return list(cursor.fetchall())
 
 
 @pytest.fixture(scope="module")
 def mariadb(tmp_path_factory, own):
-    """The port of a MariaDB with the databases of `own`, d, other and world_1."""
+    """The address of a MariaDB with the databases of `own`, d, other and world_1."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     server, install = (shutil.which(f"mariadb{name}", path=path) for name in ("d", "-install-db"))
     if not server or not install:
@@ -612,49 +616,42 @@ def mariadb(tmp_path_factory, own):
     folder = tmp_path_factory.mktemp("mariadb")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        url = f"mysql://agent@127.0.0.1:{free.getsockname()[1]}"
     common = ["--no-defaults", f"--user={getpass.getuser()}", f"--datadir={folder}/data"]
     subprocess.run([install, *common, "--auth-root-authentication-method=normal", "--skip-test-db"],
                    check=True, capture_output=True)
 
     def answers():
         with suppress(pymysql.MySQLError):
-            databases.connect(ROOT_URL.format(port), password="").close()
-            return True
+            return root_query(url, "SELECT 1")
 
     running = subprocess.Popen(
         [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid", "--bind-address=127.0.0.1",
-         f"--port={port}", "--lower-case-table-names=1", "--skip-log-bin", "--max-statement-time=2"],
+         f"--port={url.split(':')[-1]}", "--lower-case-table-names=1", "--skip-log-bin", "--max-statement-time=2"],
         stderr=subprocess.DEVNULL)
     try:
         wait_until(answers, "MariaDB to answer")
         more, secret = folder / "more.sql", f"CREATE TABLE secret (word text);\nINSERT INTO secret VALUES ('{SECRET}');\n"
         more.write_text(as_dump("d", SCRIPT) + as_dump("other", secret) + as_dump("world_1", ""))
-        assert len(load(port, own / "ic_spider_dbs.sql")) == 10
-        load(port, more)
-        yield port
+        assert len(load(url, own / "ic_spider_dbs.sql")) == 10
+        load(url, more)
+        yield url
     finally:
         running.terminate()
         running.wait()
 
 
-def root_query(port, sql, **options):
-    with databases.connect(ROOT_URL.format(port), password="", **options) as root, root.cursor() as cursor:
-        cursor.execute(sql)
-        return list(cursor.fetchall())
-
-
 @pytest.fixture
 def server(mariadb):
     """Database d, as an agent has it."""
-    with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+    with closing(databases.MySQL("d", mariadb)) as db:
         yield db
 
 
 @pytest.fixture
 def served(mariadb, own):
     """start(gold) -> an environment over database d of the server."""
-    with closing(InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))) as env:
+    with closing(InterCodeSQL(intercode_data=str(own), mysql_url=mariadb)) as env:
         yield starting(env)
 
 
@@ -675,7 +672,7 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(
     if real:
         own = folder_of("INTERCODE_DATA")
         load(mariadb, own / "ic_spider_dbs.sql")
-    env = make("intercodesql", intercode_data=str(own), mysql_url=URL.format(mariadb))
+    env = make("intercodesql", intercode_data=str(own), mysql_url=mariadb)
     found = Counter()
     for question in (env.find(task) for split in env.splits for task in env.tasks(split)):
         env.start(question)
@@ -691,7 +688,7 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(
 
 def test_the_mode_of_a_server_makes_no_difference(mariadb):
     root_query(mariadb, "SET GLOBAL sql_mode = 'ONLY_FULL_GROUP_BY,ANSI_QUOTES,TRADITIONAL'")
-    with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+    with closing(databases.MySQL("d", mariadb)) as db:
         assert db.run('SELECT site, MAX(area) FROM town WHERE site = "Avon"') == [("Avon", 30)]
     root_query(mariadb, "SET GLOBAL sql_mode = ''")
 
@@ -706,9 +703,9 @@ def test_legal_golds_and_answers_score_1_whatever_their_texts_say(small, served)
 
 def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
     running = ("SELECT info FROM information_schema.processlist WHERE command = 'Query' AND user = "
-               f"'{databases.database_user(URL, 'd')}'")
+               f"'{databases.database_user(mariadb, 'd')}'")
     for sql in QUERIES:
-        with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+        with closing(databases.MySQL("d", mariadb)) as db:
             assert_harmless(db.run, sql)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
@@ -734,12 +731,12 @@ def test_mariadb_refuses_attacks_without_the_check(mariadb):
             SHUTDOWN
             LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town
             SET GLOBAL max_connections = 1"""):
-        with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+        with closing(databases.MySQL("d", mariadb)) as db:
             assert str(db.execute(sql)).startswith("Error"), sql
             assert str(db.run("SELECT * FROM town")) == TOWNS
             assert db.execute("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
     assert root_query(mariadb, count) == before
-    user = databases.database_user(URL, "world_1")  # in a GRANT an underscore stands for any character
+    user = databases.database_user(mariadb, "world_1")  # in a GRANT an underscore stands for any character
     grants = root_query(mariadb, f"SHOW GRANTS FOR {user}@'%'")
     assert f"GRANT SELECT ON `world\\_1`.* TO `{user}`@`%`" == grants[-1][0] and len(grants) == 2
 
@@ -805,17 +802,16 @@ def test_a_server_that_is_no_database_ends_the_episode(says):
 
 def test_a_user_without_privileges_gets_the_remedy(mariadb, tmp_path, monkeypatch):
     """The database is not loaded, the password is wrong, or the user may only read."""
-    url = URL.format(mariadb)
     for name, password in (("elsewhere", "s3cret"), ("d", "s3cretx")):
         monkeypatch.setenv("MYSQL_PWD", password)
-        said = refusal(databases.MySQL, name, url)
+        said = refusal(databases.MySQL, name, mariadb)
         assert re.search(f"database {name}: .*denied.*intercodesql.spider", said) and "s3cret" not in said
     monkeypatch.setenv("MYSQL_PWD", "s3cret")
     monkeypatch.setenv("MYSQL_ADMIN_PWD", "s3cret")
     (tmp_path / "dump.sql").write_text("USE `d`;\nSELECT 1;\n")
-    reader = url.replace("agent", databases.database_user(url, "other"))
+    reader = mariadb.replace("agent", databases.database_user(mariadb, "other"))
     with pytest.raises(envs.EnvError, match="denied.*may create databases and users"):
-        spider.load_intercode(tmp_path / "dump.sql", reader, url)
+        spider.load_intercode(tmp_path / "dump.sql", reader, mariadb)
 
 
 def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
@@ -824,7 +820,7 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
     (tmp_path / "cut.sql").write_text(whole[:whole.index("INSERT INTO farmers")])
 
     def counts():
-        with closing(databases.MySQL("Farm_1", URL.format(mariadb))) as db:
+        with closing(databases.MySQL("Farm_1", mariadb)) as db:
             return db.run("SELECT COUNT(*) FROM Farmers")[0] + db.run("SELECT COUNT(*) FROM Farms")[0]
 
     farmers, farms = counts()
@@ -838,7 +834,7 @@ def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_pa
     """Neither its files nor what it prints."""
     program(*f"""--env intercodesql --model {small_model} --intercode-data {own} --view short --method eto
                  --train-tasks 3 --eval-tasks 2 --iterations 1 --max-tokens 512 --max-new-tokens 8
-                 --mysql-url {URL.format(mariadb)} --out {tmp_path}""".split())
+                 --mysql-url {mariadb} --out {tmp_path}""".split())
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     said = capsys.readouterr()
     assert "target" in said.out and len(files) > 10
