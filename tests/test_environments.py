@@ -402,19 +402,15 @@ def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp
     assert dropped == {"too long": 2}
 
 
-def test_published_entries_without_a_reward_are_counted_in_one_line(tmp_path):
-    found, lines = experts_in(tmp_path, [listed(), listed(reward=0.5), listed()])
-    assert [reward for *_, reward in found] == [1.0, 0.5, 1.0]
-    assert lines == [f"{tmp_path}/experts: 2 of 3 expert trajectories have no reward; they count as 1"]
-
-
-def test_the_loss_field_of_published_turns_is_read(tmp_path):
-    """In AgentLM's form of the lists, loss is null or true, and false for the "OK"."""
-    entry = listed(reward=1)
-    for said, loss in zip(entry["conversations"], (None, False, None, True)):
+def test_published_entries_are_read_and_those_without_a_reward_counted_in_one_line(tmp_path):
+    """In AgentLM's form of the lists, turns have a loss, null or true, and false for the "OK"."""
+    masked = listed()
+    for said, loss in zip(masked["conversations"], (None, False, None, True)):
         said["loss"] = loss
-    assert experts_in(tmp_path, [entry]) == ([("echo-train-0", [
-        dict(role="user", content="say red"), dict(role="assistant", content="Action: red")], 1)], [])
+    found, lines = experts_in(tmp_path, [listed(), listed(reward=0.5), masked])
+    messages = [dict(role="user", content="say red"), dict(role="assistant", content="Action: red")]
+    assert found == [("echo-train-0", messages, reward) for reward in (1, 0.5, 1)]
+    assert lines == [f"{tmp_path}/experts: 2 of 3 expert trajectories have no reward; they count as 1"]
 
 
 def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):

@@ -275,16 +275,23 @@ def test_the_short_view_shows_two_digits_and_names_alone():
         assert env.step("submit").reward == 1
 
 
-@pytest.mark.parametrize("queries, reward", [
-    (["SELECT site, area FROM town", "SELECT site FROM town"], 1), (["SELECT site FROM town", "DESC town"], 0),
-    (["SELECT site FROM town ORDER BY site DESC"], -1), ([], 0)])
+@pytest.mark.parametrize("queries, reward", table("""
+    SELECT site, area FROM town; SELECT site FROM town -> 1
+    SELECT site FROM town; DESC town -> 0
+    SELECT site FROM town ORDER BY site DESC -> -1
+    SELECT -> 0
+"""))
 def test_the_last_result_is_what_is_submitted(small, queries, reward):
     """A reply without an action changes nothing. Rewards below 0 are clipped."""
     env = small()
-    for sql in queries:
+    for sql in queries.split("; "):
         env.step(act(sql))
     assert env.step("no action").observation == EXPLANATION
-    assert submitted(env) == envs.Step("submitted", max(reward, 0), True, reward)
+    assert submitted(env) == envs.Step("submitted", max(int(reward), 0), True, int(reward))
+
+
+def test_a_submission_before_a_query_earns_nothing(small):
+    assert submitted(small()).reward == 0
 
 
 def test_a_long_result_is_shown_cut_and_submitted_whole(small):
