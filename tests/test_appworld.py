@@ -327,10 +327,9 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(generator, code, rea
 def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeypatch):
     judge, late = generator.env.judge, generator.late
     task = dict(start="a", text="A note called Milk", code=["apis.notes.show_hour()", NOTE, DONE])
-    last = "without its last change"
-    for replies, reason in ((7, f"{last} it does not run to its end"), (2, "does not complete it")):
+    for replies, reason in ((7, "without its last change it does not run to its end"), (2, "its solution does not complete it")):
         late[:] = [True] + [False] * replies
-        assert reason in generator.verify(dict(task=task))
+        assert generator.verify(dict(task=task)) == reason
     late.clear()
     left = judge.trace(task, task["code"]).changes
     late[:] = [True, False]
@@ -342,7 +341,7 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
     compare = judge.compare
     monkeypatch.setattr(judge, "compare", lambda start, one, other: compare(
         start, one, other) if one == other else dict(error="no answer in 120 seconds"))
-    assert generator.verify(dict(task=task)) == f"its end {last} cannot be compared"
+    assert generator.verify(dict(task=task)) == "its end without its last change cannot be compared"
 
 
 def test_an_episode_becomes_a_task_with_what_ran_and_changed_something(generator):
@@ -514,14 +513,6 @@ def test_probes_reach_no_answer_and_no_file_but_those_of_their_episode(env, monk
     leaks = "import json\nprint(hasattr(json, 'leak'), 'leak' in globals(), __import__('os').access('/tmp/leak', 0))"
     assert env.step(block(leaks)).observation.strip() == "False False False"
     assert converse(env, env.reset(task), env.expert())[1] == 1
-
-
-def test_the_expert_of_each_family_solves_its_tasks(env):
-    tasks = env.tasks("test") + env.tasks("unseen")
-    firsts = {re.sub(r"appworld-\w+-(.*)-(test|unseen)-.*", r"\1", task): task for task in tasks}
-    assert len(firsts) == 6
-    for task in firsts.values():
-        assert converse(env, env.reset(task), env.expert())[1] == 1, task
 
 
 def test_additional_changes_fail_the_task(env, monkeypatch):

@@ -133,20 +133,16 @@ VALUES = ["", " ", "x", 0, 1, -1, 2.5, True, None, [], ["a"], {}, {"a": 1}, ".."
 
 def damaged(rng, key, task):
     """Returns the replies of the ground truth after one to three random changes."""
-    turns = deepcopy(task["calls"])
-    functions = [*data.functions(key).values()]
+    turns, names = deepcopy(task["calls"]), [*data.functions(key)]
     for _ in range(rng.randint(1, 3)):
         turn = rng.choice([turn for turn in turns if turn] or [[call_of("ls")]])
-        n, new = rng.randrange(len(turn)), rng.choice(functions)
-        call, arguments = turn[n], {name: rng.choice(VALUES) for name in new["parameters"]["properties"]}
-        changed = rng.choice([*call["arguments"], "unknown"])
+        call = rng.choice(turn)
+        argument = rng.choice([*call["arguments"], "unknown"])
         rng.choice([
-            lambda: turn.pop(n), lambda: rng.choice(turns).append(turn.pop(n)),
-            lambda: rng.shuffle(turn), lambda: turn.insert(n, dict(call)),
-            lambda: turn.insert(n, call_of(new["name"], **arguments)),
-            lambda: call.update(name=new["name"]),
-            lambda: call["arguments"].update({changed: rng.choice(VALUES)}),
-            lambda: call["arguments"].pop(changed, None)])()
+            lambda: turn.remove(call), lambda: turn.append(deepcopy(call)), lambda: rng.shuffle(turn),
+            lambda: rng.choice(turns).append(turn.pop()), lambda: call.update(name=rng.choice(names)),
+            lambda: call["arguments"].update({argument: rng.choice(VALUES)}),
+            lambda: call["arguments"].pop(argument, None)])()
     return [[[call] for call in turn] if len(turn) <= MAX_REPLIES else [turn] for turn in turns]
 
 
@@ -432,26 +428,31 @@ def files():
         start="base-15", turns=["What files are here?"], calls=[[LS]])
 
 
-FOLDER, INSIDE, FILE = (call_of("mkdir", dir_name="alpha"), call_of("cd", folder="alpha"),
-                        call_of("touch", file_name="beta"))
-NONE, HERE, PWD = call_of("cat", file_name="none"), call_of("cd", folder="."), call_of("pwd")
+CALLS = {"mkdir": call_of("mkdir", dir_name="alpha"), "cd": call_of("cd", folder="alpha"), "cd.": call_of("cd", folder="."),
+         "touch": call_of("touch", file_name="beta"), "cat": call_of("cat", file_name="none"), "pwd": call_of("pwd"),
+         "ls": LS, "ls-": call_of("ls", a=False), "rm": call_of("_load_scenario"), "cd()": call_of("cd") | {"arguments": []}}
+FOLDER = CALLS["mkdir"]
+
+
+def turns_of(names):
+    """Returns the calls with these names. Turns are separated by semicolons."""
+    return [[*map(CALLS.get, turn.split())] for turn in names.split(";")]
 
 
 def test_an_episode_becomes_a_task_of_one_turn_and_one_of_several(files):
     """They have the calls that changed something or showed a value of a later call, and the last one.
     """
     env, generator, task, _ = files
-    replies = [as_reply([FOLDER]), "I look.", as_reply([LS, PWD, INSIDE, NONE]), as_reply([FILE, LS])]
+    replies = script(turns_of("mkdir; ls pwd cd cat; touch ls"))
     names = ["mkdir", "ls", "pwd", "cd", "touch", "ls"]
     assert generator.patterns(task, replies) == {*names, *map(", ".join, zip(names, names[1:]))}
     last = types.SimpleNamespace(choice=lambda rows: rows[-1], sample=lambda rows, n: rows[:n], randint=max)
-    one, several = generator.finds(task, replies, last)
-    assert one["task"]["calls"] == [[FOLDER, LS, INSIDE, FILE, LS]]
-    assert several["task"]["calls"] == [[FOLDER], [LS, INSIDE], [FILE, LS]]
-    for found in one, several:
-        assert found["template"] and generator.refusal(found["task"]) is generator.verify(found) is None
-        id = env.add(found["task"])
-        assert environments.converse(env, env.reset(id), env.expert())[1] == 1
+    found = generator.finds(task, replies, last)
+    assert [row["task"]["calls"] for row in found] == [
+        turns_of("mkdir ls cd touch ls"), turns_of("mkdir; ls cd; touch ls")]
+    for row in found:
+        assert row["template"] and generator.refusal(row["task"]) is generator.verify(row) is None
+        assert environments.converse(env, env.reset(env.add(row["task"])), env.expert())[1] == 1
 
 
 def test_planted_proposals_are_refused(files):
@@ -460,26 +461,28 @@ def test_planted_proposals_are_refused(files):
     assert generator.refusal(new) is None and generator.refusal(env.find(task)) == "a task of a split"
     calls = tasks("base")["base-47"]["calls"]
     spelled = deepcopy(calls)
-    find, = (call for turn in spelled for call in turn if call["name"] == "find")
+    find, = (call for call in sum(spelled, []) if call["name"] == "find")
     find["arguments"]["name"] = "None"
     for wrong, named in [
             (dict(start="base-47"), "no start state of a training task"),
             (dict(calls=calls), "a task of a split"), (dict(calls=spelled), "a task of a split"),
-            (dict(calls=[[call_of("_load_scenario")]]), "no function '_load_scenario'"),
-            (dict(calls=[[dict(name="ls", arguments=[])]]), "a call is")]:
+            (dict(calls=turns_of("rm")), "no function '_load_scenario'"), (dict(calls=turns_of("cd()")), "a call is")]:
         assert named in generator.refusal({**new, **wrong})
 
 
-@pytest.mark.parametrize("calls, solution, reason", [
-    ([[FOLDER, LS]], None, None), ([[LS, LS]], None, None),  # results are counted
-    ([[FOLDER, NONE]], None, "a call of its solution fails"),
-    ([[FOLDER, LS]], ["I am done"], "its solution earns 0.00"),
-    ([[FOLDER, LS]], script([[LS]]), "its solution earns 0.00"),
-    ([[PWD], [HERE, PWD]], None, "it is solved without its last call")])
+@pytest.mark.parametrize("calls, solution, reason", table("""
+    mkdir ls -> mkdir ls -> None
+    ls ls -> ls ls -> None
+    mkdir cat -> mkdir cat -> a call of its solution fails
+    mkdir ls -> -> its solution earns 0.00
+    mkdir ls -> ls -> its solution earns 0.00
+    pwd; cd. pwd -> pwd; cd. pwd -> it is solved without its last call
+"""))
 def test_a_solution_that_does_not_prove_its_task_is_refused(files, calls, solution, reason):
+    """Results are counted, so that listing twice is not listing once."""
     _, generator, _, new = files
-    task = new | dict(turns=["A folder, alpha."] * len(calls), calls=calls)
-    assert generator.verify(dict(solution=solution or script(calls), task=task)) == reason
+    task = new | dict(turns=["A folder, alpha."] * len(turns_of(calls)), calls=turns_of(calls))
+    assert str(generator.verify(dict(solution=script(turns_of(solution)), task=task))) == reason
 
 
 def test_what_is_drawn_is_drawn_again(files):
@@ -489,13 +492,17 @@ def test_what_is_drawn_is_drawn_again(files):
     assert generator.verify(dict(solution=script(calls), task=new | dict(start=cars, calls=calls))) is None
 
 
-@pytest.mark.parametrize("calls, same", [
-    ([[FOLDER, call_of("ls", a=False)]], True), ([[FOLDER], [LS]], False), ([[FOLDER]], False),
-    ([[FOLDER, LS, LS]], False), ([[FOLDER, INSIDE, LS]], False)])
+@pytest.mark.parametrize("calls, same", table("""
+    mkdir ls- -> True
+    mkdir; ls -> False
+    mkdir -> False
+    mkdir ls ls -> False
+    mkdir cd ls -> False
+"""))
 def test_tasks_that_do_the_same_have_one_key(files, calls, same):
     _, generator, _, new = files
-    key = generator.key(new | dict(calls=[[FOLDER, LS]]))
-    assert (generator.key(new | dict(calls=calls)) == key) == same
+    one, other = (generator.key(new | dict(calls=turns_of(names))) for names in ("mkdir ls", calls))
+    assert str(one == other) == same
 
 
 def test_an_explorers_words_and_calls_become_a_task_or_nothing(files):

@@ -76,9 +76,8 @@ def test_a_new_environment_inherits_the_defaults_of_Environment():
     assert env.step("red") == envs.Step("again", 0.0, False)
     assert env.step("blue").done
     assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
-    for missing in (env.expert, env.task_generator, lambda: env.tasks("dev")):
-        with pytest.raises(environments.UsageError, match="^echo: [^\n]*$"):
-            missing()
+    for missing, *given in ([env.expert], [env.task_generator], [env.tasks, "dev"]):
+        assert re.fullmatch("echo: .*", refusal(missing, *given))
 
 
 def test_an_added_task_has_one_id_which_no_other_object_knows():
@@ -289,7 +288,13 @@ def test_an_expert_that_ends_before_the_episode_has_failed(replies, said, earned
     assert ", ".join(turn["content"] for turn in messages) == said and str(reward) == earned
 
 
-@pytest.mark.parametrize("old, new", [("[a-z]", "X"), (".", ""), (r"\$", "USD "), ("lower than", "for"), ("SEP", "/")])
+@pytest.mark.parametrize("old, new", table(r"""
+    [a-z] -> X
+    . ->
+    \$ -> USD
+    lower than -> for
+    SEP -> /
+"""))
 def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(old, new, monkeypatch):
     show = pages.Shop.show
     monkeypatch.setattr(pages.Shop, "show", lambda *page, **first: re.sub(old, new, show(*page, **first)))
@@ -397,19 +402,15 @@ def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp
     assert dropped == {"too long": 2}
 
 
-def test_published_entries_without_a_reward_are_counted_in_one_line(tmp_path):
-    found, lines = experts_in(tmp_path, [listed(), listed(reward=0.5), listed()])
-    assert [reward for *_, reward in found] == [1.0, 0.5, 1.0]
-    assert lines == [f"{tmp_path}/experts: 2 of 3 expert trajectories have no reward; they count as 1"]
-
-
-def test_the_loss_field_of_published_turns_is_read(tmp_path):
-    """In AgentLM's form of the lists, loss is null or true, and false for the "OK"."""
-    entry = listed(reward=1)
-    for said, loss in zip(entry["conversations"], (None, False, None, True)):
+def test_published_entries_are_read_and_those_without_a_reward_counted_in_one_line(tmp_path):
+    """In AgentLM's form of the lists, turns have a loss, null or true, and false for the "OK"."""
+    masked = listed()
+    for said, loss in zip(masked["conversations"], (None, False, None, True)):
         said["loss"] = loss
-    assert experts_in(tmp_path, [entry]) == ([("echo-train-0", [
-        dict(role="user", content="say red"), dict(role="assistant", content="Action: red")], 1)], [])
+    found, lines = experts_in(tmp_path, [listed(), listed(reward=0.5), masked])
+    messages = [dict(role="user", content="say red"), dict(role="assistant", content="Action: red")]
+    assert found == [("echo-train-0", messages, reward) for reward in (1, 0.5, 1)]
+    assert lines == [f"{tmp_path}/experts: 2 of 3 expert trajectories have no reward; they count as 1"]
 
 
 def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):

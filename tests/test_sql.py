@@ -2,9 +2,9 @@
 
 import datetime
 import decimal
+import getpass
 import json
 import os
-import random
 import re
 import shutil
 import socket
@@ -248,13 +248,6 @@ def test_the_values_of_these_calls_are_mariadbs(server):
 FARM = json.loads((DATA / "intercode/mysql_answers.json").read_text())["farm_1"]
 
 
-@pytest.fixture
-def farm():
-    """One of the built-in databases, of which MariaDB was asked what models ask."""
-    with closing(databases.Sqlite("farm_1", FARM["script"])) as db:
-        yield db
-
-
 def by_value(answer):
     """Returns rows with all numbers as floats of three digits, or "error"."""
     if isinstance(answer, str):
@@ -264,23 +257,11 @@ def by_value(answer):
             for row in answer]
 
 
-def test_built_in_databases_answer_as_mariadb_10_11_did(farm):
-    for sql, answer in FARM["answers"]:
-        assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
-
-
-def test_any_query_returns_rows_or_an_error_text(farm):
-    """Runs 2,000 of the recorded queries with parts removed, added or replaced."""
-    queries = [re.findall(r"\s+|\w+|'[^']*'|[^\w\s]", sql) for sql, _ in FARM["answers"]]
-    pool = sum(queries, []) + ", ( ) . / LEFT( MAX( CONCAT( YEAR( IN ( '5' ' {".split() * 1000
-    rng = random.Random(0)
-    for _ in range(2000):
-        query = list(rng.choice(queries))
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(query) + 1)
-            query[at:at + rng.randint(0, 1)] = rng.choice([[], [rng.choice(pool)]])
-        answer = farm.run("".join(query))
-        assert isinstance(answer, list) or answer.startswith(databases.ERROR), query
+def test_built_in_databases_answer_as_mariadb_10_11_did():
+    """MariaDB was asked what models ask."""
+    with closing(databases.Sqlite("farm_1", FARM["script"])) as farm:
+        for sql, answer in FARM["answers"]:
+            assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
 
 
 def test_the_short_view_shows_two_digits_and_names_alone():
@@ -294,16 +275,23 @@ def test_the_short_view_shows_two_digits_and_names_alone():
         assert env.step("submit").reward == 1
 
 
-@pytest.mark.parametrize("queries, reward", [
-    (["SELECT site, area FROM town", "SELECT site FROM town"], 1), (["SELECT site FROM town", "DESC town"], 0),
-    (["SELECT site FROM town ORDER BY site DESC"], -1), ([], 0)])
+@pytest.mark.parametrize("queries, reward", table("""
+    SELECT site, area FROM town; SELECT site FROM town -> 1
+    SELECT site FROM town; DESC town -> 0
+    SELECT site FROM town ORDER BY site DESC -> -1
+    SELECT -> 0
+"""))
 def test_the_last_result_is_what_is_submitted(small, queries, reward):
     """A reply without an action changes nothing. Rewards below 0 are clipped."""
     env = small()
-    for sql in queries:
+    for sql in queries.split("; "):
         env.step(act(sql))
     assert env.step("no action").observation == EXPLANATION
-    assert submitted(env) == envs.Step("submitted", max(reward, 0), True, reward)
+    assert submitted(env) == envs.Step("submitted", max(int(reward), 0), True, int(reward))
+
+
+def test_a_submission_before_a_query_earns_nothing(small):
+    assert submitted(small()).reward == 0
 
 
 def test_a_long_result_is_shown_cut_and_submitted_whole(small):
@@ -329,9 +317,8 @@ def test_an_answer_to_a_failing_gold_query_is_scored_as_by_intercode(small):
     SELECT 1 UNION ALL SELECT 2 -> SELECT 2 UNION ALL SELECT 1 -> True
     SELECT name FROM farmers ORDER BY marks -> SELECT name FROM farmers ORDER BY marks DESC -> False
 """))
-def test_questions_whose_queries_always_return_the_same_rows_have_one_key(farm, one, other, same):
-    """The order of rows counts only after ORDER BY. The maximum of the marks is 75."""
-    assert str(farm.run("SELECT MAX(marks) FROM farmers")) == "[(75,)]"
+def test_questions_whose_queries_always_return_the_same_rows_have_one_key(one, other, same):
+    """The order of rows counts only after ORDER BY. In this database the maximum is 75."""
     generator = make("intercodesql").task_generator()
     first, second = (generator.key(dict(db="farm_1", gold=sql)) for sql in (one, other))
     assert str(first == second) == same
@@ -509,15 +496,13 @@ def test_the_check_of_a_query_does_not_backtrack_exponentially():
 
 
 @pytest.mark.parametrize("real, count, dealt", [(False, 50, [6, 2, 2]), (True, 1034, [12, 4, 4])])
-def test_real_questions_are_split_by_database_and_their_experts_replay_to_1(own, real, count, dealt):
+def test_real_questions_are_split_by_database(own, real, count, dealt):
     env = make("intercodesql", intercode_data=str(folder_of("INTERCODE_DATA") if real else own))
-    tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
-    assert env.test_splits == ("test",) and len(tasks) == count
-    for task in tasks[::4]:
-        assert environments.converse(env, env.reset(task), env.expert())[1] == 1
+    assert env.test_splits == ("test",) and sum(map(len, env.splits.values())) == count
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
-    assert [*map(len, names)] == dealt and set.union(*names) == env.data.databases.keys()
-    assert len(env.data.databases) == sum(dealt)
+    assert [*map(len, names)] == dealt and len(set.union(*names)) == sum(dealt)
+    task = env.tasks("test")[0]
+    assert environments.converse(env, env.reset(task), env.expert())[1] == 1
     env.close()
 
 
@@ -541,9 +526,6 @@ def test_data_that_cannot_be_read_is_refused(tmp_path, gold, dump, told):
     (tmp_path / "ic_spider_dbs.sql").write_text(dump)
     with pytest.raises(UsageError, match=f"^--intercode-data[^\n]*{told}"):
         InterCodeSQL(intercode_data=str(tmp_path)).reset("intercodesql-train-0")
-
-
-ROOT_URL, URL = "mysql://root@127.0.0.1:{}", "mysql://agent@127.0.0.1:{}"
 
 
 def as_dump(name, script):
@@ -619,66 +601,64 @@ def password():
         yield
 
 
-def load(port, dump):
-    return spider.load_intercode(dump, ROOT_URL.format(port), URL.format(port))
+def load(url, dump):
+    return spider.load_intercode(dump, url.replace("agent", "root"), url)
+
+
+def root_query(url, sql):
+    root = databases.connect(url.replace("agent", "root"), password="")
+    with root, root.cursor() as cursor:
+        cursor.execute(sql)
+        return list(cursor.fetchall())
 
 
 @pytest.fixture(scope="module")
 def mariadb(tmp_path_factory, own):
-    """The port of a MariaDB with the databases of `own`, d, other and world_1."""
+    """The address of a MariaDB with the databases of `own`, d, other and world_1."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     server, install = (shutil.which(f"mariadb{name}", path=path) for name in ("d", "-install-db"))
     if not server or not install:
         pytest.skip("mariadbd is not installed (Debian: apt-get install mariadb-server)")
     pymysql = pytest.importorskip("pymysql", reason="PyMySQL is not installed")
     folder = tmp_path_factory.mktemp("mariadb")
-    user = subprocess.check_output(["id", "-un"], text=True).strip()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = ["--no-defaults", f"--user={user}", f"--datadir={folder}/data"]
+        url = f"mysql://agent@127.0.0.1:{free.getsockname()[1]}"
+    common = ["--no-defaults", f"--user={getpass.getuser()}", f"--datadir={folder}/data"]
     subprocess.run([install, *common, "--auth-root-authentication-method=normal", "--skip-test-db"],
                    check=True, capture_output=True)
 
     def answers():
         with suppress(pymysql.MySQLError):
-            databases.connect(ROOT_URL.format(port), password="").close()
-            return True
+            return root_query(url, "SELECT 1")
 
-    with open(folder / "log", "a") as log:
-        running = subprocess.Popen(
-            [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid",
-             "--bind-address=127.0.0.1", f"--port={port}", "--lower-case-table-names=1",
-             "--skip-log-bin", "--max-statement-time=2"], stdout=log, stderr=log)
+    running = subprocess.Popen(
+        [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid", "--bind-address=127.0.0.1",
+         f"--port={url.split(':')[-1]}", "--lower-case-table-names=1", "--skip-log-bin", "--max-statement-time=2"],
+        stderr=subprocess.DEVNULL)
     try:
         wait_until(answers, "MariaDB to answer")
         more, secret = folder / "more.sql", f"CREATE TABLE secret (word text);\nINSERT INTO secret VALUES ('{SECRET}');\n"
         more.write_text(as_dump("d", SCRIPT) + as_dump("other", secret) + as_dump("world_1", ""))
-        assert len(load(port, own / "ic_spider_dbs.sql")) == 10
-        load(port, more)
-        yield port
+        assert len(load(url, own / "ic_spider_dbs.sql")) == 10
+        load(url, more)
+        yield url
     finally:
         running.terminate()
         running.wait()
 
 
-def root_query(port, sql, **options):
-    with databases.connect(ROOT_URL.format(port), password="", **options) as root, root.cursor() as cursor:
-        cursor.execute(sql)
-        return list(cursor.fetchall())
-
-
 @pytest.fixture
 def server(mariadb):
     """Database d, as an agent has it."""
-    with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+    with closing(databases.MySQL("d", mariadb)) as db:
         yield db
 
 
 @pytest.fixture
 def served(mariadb, own):
     """start(gold) -> an environment over database d of the server."""
-    with closing(InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))) as env:
+    with closing(InterCodeSQL(intercode_data=str(own), mysql_url=mariadb)) as env:
         yield starting(env)
 
 
@@ -699,7 +679,7 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(
     if real:
         own = folder_of("INTERCODE_DATA")
         load(mariadb, own / "ic_spider_dbs.sql")
-    env = make("intercodesql", intercode_data=str(own), mysql_url=URL.format(mariadb))
+    env = make("intercodesql", intercode_data=str(own), mysql_url=mariadb)
     found = Counter()
     for question in (env.find(task) for split in env.splits for task in env.tasks(split)):
         env.start(question)
@@ -715,7 +695,7 @@ def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(
 
 def test_the_mode_of_a_server_makes_no_difference(mariadb):
     root_query(mariadb, "SET GLOBAL sql_mode = 'ONLY_FULL_GROUP_BY,ANSI_QUOTES,TRADITIONAL'")
-    with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+    with closing(databases.MySQL("d", mariadb)) as db:
         assert db.run('SELECT site, MAX(area) FROM town WHERE site = "Avon"') == [("Avon", 30)]
     root_query(mariadb, "SET GLOBAL sql_mode = ''")
 
@@ -730,9 +710,9 @@ def test_legal_golds_and_answers_score_1_whatever_their_texts_say(small, served)
 
 def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
     running = ("SELECT info FROM information_schema.processlist WHERE command = 'Query' AND user = "
-               f"'{databases.database_user(URL, 'd')}'")
+               f"'{databases.database_user(mariadb, 'd')}'")
     for sql in QUERIES:
-        with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+        with closing(databases.MySQL("d", mariadb)) as db:
             assert_harmless(db.run, sql)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
@@ -758,12 +738,12 @@ def test_mariadb_refuses_attacks_without_the_check(mariadb):
             SHUTDOWN
             LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town
             SET GLOBAL max_connections = 1"""):
-        with closing(databases.MySQL("d", URL.format(mariadb))) as db:
+        with closing(databases.MySQL("d", mariadb)) as db:
             assert str(db.execute(sql)).startswith("Error"), sql
             assert str(db.run("SELECT * FROM town")) == TOWNS
             assert db.execute("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
     assert root_query(mariadb, count) == before
-    user = databases.database_user(URL, "world_1")  # in a GRANT an underscore stands for any character
+    user = databases.database_user(mariadb, "world_1")  # in a GRANT an underscore stands for any character
     grants = root_query(mariadb, f"SHOW GRANTS FOR {user}@'%'")
     assert f"GRANT SELECT ON `world\\_1`.* TO `{user}`@`%`" == grants[-1][0] and len(grants) == 2
 
@@ -829,17 +809,16 @@ def test_a_server_that_is_no_database_ends_the_episode(says):
 
 def test_a_user_without_privileges_gets_the_remedy(mariadb, tmp_path, monkeypatch):
     """The database is not loaded, the password is wrong, or the user may only read."""
-    url = URL.format(mariadb)
     for name, password in (("elsewhere", "s3cret"), ("d", "s3cretx")):
         monkeypatch.setenv("MYSQL_PWD", password)
-        said = refusal(databases.MySQL, name, url)
+        said = refusal(databases.MySQL, name, mariadb)
         assert re.search(f"database {name}: .*denied.*intercodesql.spider", said) and "s3cret" not in said
     monkeypatch.setenv("MYSQL_PWD", "s3cret")
     monkeypatch.setenv("MYSQL_ADMIN_PWD", "s3cret")
     (tmp_path / "dump.sql").write_text("USE `d`;\nSELECT 1;\n")
-    reader = url.replace("agent", databases.database_user(url, "other"))
+    reader = mariadb.replace("agent", databases.database_user(mariadb, "other"))
     with pytest.raises(envs.EnvError, match="denied.*may create databases and users"):
-        spider.load_intercode(tmp_path / "dump.sql", reader, url)
+        spider.load_intercode(tmp_path / "dump.sql", reader, mariadb)
 
 
 def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
@@ -848,7 +827,7 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
     (tmp_path / "cut.sql").write_text(whole[:whole.index("INSERT INTO farmers")])
 
     def counts():
-        with closing(databases.MySQL("Farm_1", URL.format(mariadb))) as db:
+        with closing(databases.MySQL("Farm_1", mariadb)) as db:
             return db.run("SELECT COUNT(*) FROM Farmers")[0] + db.run("SELECT COUNT(*) FROM Farms")[0]
 
     farmers, farms = counts()
@@ -859,9 +838,10 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, capsys):
+    """Neither its files nor what it prints."""
     program(*f"""--env intercodesql --model {small_model} --intercode-data {own} --view short --method eto
                  --train-tasks 3 --eval-tasks 2 --iterations 1 --max-tokens 512 --max-new-tokens 8
-                 --mysql-url {URL.format(mariadb)} --out {tmp_path}""".split())
+                 --mysql-url {mariadb} --out {tmp_path}""".split())
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     said = capsys.readouterr()
     assert "target" in said.out and len(files) > 10
