@@ -37,6 +37,7 @@ import coevolve  # noqa: E402
 from common.settings import UsageError  # noqa: E402
 from engine import command, run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
+from engine.models import MODELS, read_tokenizer  # noqa: E402
 from environments import environment  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
 
@@ -309,6 +310,12 @@ def pytest_runtest_protocol(item):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def words():
+    """The encoder of tiny's tokenizer."""
+    return Encoder(read_tokenizer(MODELS["tiny"]))
 
 
 @pytest.fixture(scope="session")
