@@ -17,6 +17,7 @@ import traceback
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -35,8 +36,9 @@ torch.set_num_threads(1)
 
 import coevolve  # noqa: E402
 from common.settings import UsageError  # noqa: E402
-from engine import command, run  # noqa: E402
+from engine import run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
+from engine.models import MODELS, read_tokenizer  # noqa: E402
 from environments import environment  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
 
@@ -312,6 +314,12 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.fixture(scope="session")
+def words():
+    """The encoder of tiny's tokenizer."""
+    return Encoder(read_tokenizer(MODELS["tiny"]))
+
+
+@pytest.fixture(scope="session")
 def agent():
     """(model, encoder). The model's embedding has unused rows."""
     tokenizer = make_tokenizer("chatml")
@@ -371,22 +379,25 @@ TOY_SFT = ("--sft-epochs", 1, "--max-tokens", 256, "--max-new-tokens", 6, "--slo
 TOY = (*TOY_SFT, "--iterations", 1, "--dpo-epochs", 1, "--dpo-lr", 1e-3)
 
 
-def core(*flags):
-    command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
-                 "python coevolve.py")
+def core(*flags, run_class=None):
+    """Runs the core, which may be that of a changed program."""
+    program, main = import_module("coevolve"), import_module("engine.command").main
+    main([*map(str, flags)], program.Settings, run_class or program.Run, program.METHODS,
+         "python coevolve.py")
 
 
-def program(*flags):
+def program(*flags, run_class=None):
     """Runs `python coevolve.py FLAGS` in this process. SystemExit has the line of an error."""
     def end(line, status):
         assert status == 2 and "\n" not in line and 30 < len(line) < 700, line
         raise SystemExit(line)
 
+    command = import_module("engine.command")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "end", end)
         patch.setattr(command.signal, "signal", lambda *_: None)  # pytest's own stay
         try:
-            core(*flags)
+            core(*flags, run_class=run_class)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
 
