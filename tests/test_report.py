@@ -26,8 +26,8 @@ PHASES = phases("""
     experts.jsonl -> {"function": "collect_experts", "experts": 4, "dropped": {"reward": 2}, "seconds": 1.0}
     sft-target -> {"function": "train_sft", "name": "target", "steps": 90, "tokens": 9000, "seconds": 3600.4}
     sft-failure -> {"function": "train_sft", "name": "failure", "steps": 90, "seconds": 1.0}
-    iter1/target.jsonl -> {"function": "explore", "name": "target", "episodes": 300, "hard_negative": 0.3, "seconds": 1.0}
-    iter1/failure.jsonl -> {"function": "explore", "name": "failure", "episodes": 24, "hard_negative": 0.1667, "seconds": 1.0}
+    iter1/target.jsonl -> {"function": "explore", "name": "target", "i": 1, "episodes": 300, "hard_negative": 0.3, "seconds": 1.0}
+    iter1/failure.jsonl -> {"function": "explore", "name": "failure", "i": 1, "episodes": 24, "hard_negative": 0.1667, "seconds": 1.0}
     iter1/pairs-failure.jsonl -> {"function": "make_pairs", "pairs": {"failure>failure": 6}, "dropped": {}, "seconds": 0.0}
     iter1/failure-agent -> {"function": "train_preferences", "name": "failure", "steps": 3, "seconds": 1.0}
     iter1/pairs-target.jsonl -> {"function": "make_pairs", "pairs": {"expert>target": 12, "failure>failure": 5}, "dropped": {"equal failures": 4, "x y": 7}, "seconds": 0.0}
