@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from conftest import table
+from conftest import refusal, table
 
 from common.files import file_hash, read_json
 from lab import runfiles
@@ -171,30 +171,27 @@ def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """The target has rewards 0.5 and 0.6, with intervals. Equal runs give equal bytes."""
+    """The rewards of the target are 0.5 and 0.6, with intervals. Equal runs give equal bytes."""
     made, other = figures.run_figure(run), figures.run_figure(run)
     assert figures.address(made) == figures.address(other)
     reward, success = made.axes
-    line = reward.get_lines()[0]
-    assert [*map(tuple, line.get_xydata())] == [(0, 0.5), (1, 0.6)]
+    line, *_ = reward.get_lines()
+    assert line.get_xydata().tolist() == [[0, 0.5], [1, 0.6]]
     assert line.get_label() == "target agent, test"
-    band = reward.collections[0].get_paths()[0].vertices
-    low, high = report.bootstrap_interval(REWARDS["eval-0-target-test.jsonl"])
-    intervals = [low, high, *report.bootstrap_interval(REWARDS["eval-1-target-test.jsonl"])]
-    assert (band[:, 1].min(), band[:, 1].max()) == (min(intervals), max(intervals))
+    low, high = report.bootstrap_interval(REWARDS["eval-1-target-test.jsonl"])
+    band = reward.collections[0].get_paths()[0].vertices.tolist()
+    assert [1.0, low] in band and [1.0, high] in band
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
 
 
 def test_a_missing_run_or_a_damaged_file_is_an_error_in_one_line(run, monkeypatch, capsys):
     path = run / "eval-1-target-test.jsonl"
     path.write_text(path.read_text()[:-9])
-    for given, says in ((run.parent, "not a run"), (run, "eval-1-target-test.jsonl, line 4: ")):
+    for given, says in (run.parent, "not a run"), (run, "eval-1-target-test.jsonl, line 4: "):
         monkeypatch.setattr(sys, "argv", ["page", str(given)])
-        with pytest.raises(SystemExit) as ended:
-            runfiles.command("page", page.main)
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and said.startswith("page: ") and says in said
-        assert said.count("\n") == 1
+        assert refusal(runfiles.command, "page", page.main) == "2"
+        line, = capsys.readouterr().err.splitlines()
+        assert line.startswith("page: ") and says in line
     with pytest.raises(ZeroDivisionError):  # a bug is no line
         runfiles.command("page", lambda argv: 1 / 0)
 
