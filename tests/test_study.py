@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import LIMIT, ended, fork, refusal, refused, table, wait_until
 from safetensors.torch import save_file
-from test_report import trajectory, write_lines, write_run
+from test_report import write_lines, write_run
 from transformers import AutoModel
 
 from lab.page import figures
@@ -301,10 +301,12 @@ def test_a_sampled_evaluation_is_named_and_not_compared_with_greedy_episodes(tmp
     """Two rollouts of the tasks earn 1 and 0, and 1 and 1: 0.75, where the run ended with 0.5.
     Evaluation does not read beta."""
     base = made_run(tmp_path / "base", [[0, 0], [0.5, 0.5]], beta=0.1, temperature=0.7)
-    sampled = made_run(tmp_path / "sampled", [[1, 1]], method="evaluate", beta=9, temperature=0.7)
-    with open(sampled / "eval-0-target-test.jsonl", "a") as file:
-        for task, reward in ("webshop-test-0", 0), ("webshop-test-1", 1):
-            file.write(json.dumps(trajectory(task, "target", reward)) + "\n")
+    sampled = made_run(tmp_path / "sampled", [[1, 0, 1, 1]], method="evaluate", beta=9, temperature=0.7)
+    file = sampled / "eval-0-target-test.jsonl"
+    text = file.read_text()
+    for number, task in (1, 0), (2, 1), (3, 1):
+        text = text.replace(f"webshop-test-{number}", f"webshop-test-{task}")
+    file.write_text(text)
     folder = compared(tmp_path, base, sampled)
     assert shown(folder, "Evaluation", "sampling, iteration, reward") == lines("""
         greedy -> 1 -> 0.500 [0.500, 0.500]
@@ -436,9 +438,8 @@ def test_runs_are_concurrent_but_start_after_those_whose_steps_they_take(tmp_pat
 
     def launch(env, words, log):
         name = Path(words[-1]).name
-        events.append(f"{name} begins")
-        if name in ("coevolve-s3", "ppo-s3"):
-            two.wait(LIMIT)  # neither run can end alone
+        if name != "eto-steps-s3":
+            two.wait(LIMIT)  # neither of the two other runs can end alone
         events.append(f"{name} ends")
 
     def taken_from(run):
@@ -448,13 +449,11 @@ def test_runs_are_concurrent_but_start_after_those_whose_steps_they_take(tmp_pat
     monkeypatch.setattr(study, "launch", launch)
     monkeypatch.setattr(methods, "taken_from", taken_from)
     arms = {arm: methods.ARMS[arm] for arm in ("coevolve", "eto-steps", "ppo")}
-    study.make_runs("webshop", arms, [3, 4], tmp_path, [], 3)
-    for seed in (3, 4):
-        order = [events.index(e) for e in (f"coevolve-s{seed} ends", f"coevolve-s{seed} is read",
-                                           f"eto-steps-s{seed} begins")]
-        assert order == sorted(order)
-    assert len(events) == 2 * 6 + 2
+    study.make_runs("webshop", arms, [3], tmp_path, [], 3)
+    events.remove("ppo-s3 ends")
+    assert events == ["coevolve-s3 ends", "coevolve-s3 is read", "eto-steps-s3 ends"]
     # All arms have settings that their methods read, and come after the arms that they take from.
+    monkeypatch.setattr(study, "launch", lambda *_: None)
     study.make_runs("webshop", methods.ARMS, [5], tmp_path, [], 1)
 
 
