@@ -145,11 +145,15 @@ def test_rollouts_are_played_apart_and_their_best_is_reported(endpoint, run):
     assert numbers.items() >= dict(reward=5 / 8, best=3 / 4, best_success=3 / 4).items()
 
 
-@pytest.mark.parametrize("read, cut", [
-    ([300, 310, 320], 0), ([300, 300, 300], 2), ([300, 290, 310], 1), ([300, 0, 0], 0)])
-def test_a_truncated_prompt_is_reported_once_and_counted(endpoint, run, capsys, read, cut):
+@pytest.mark.parametrize("row", table("""
+    [300, 310, 320] -> 0
+    [300, 300, 300] -> 2
+    [300, 290, 310] -> 1
+    [300, 0, 0] -> 0"""))
+def test_a_truncated_prompt_is_reported_once_and_counted(endpoint, run, capsys, row):
     """ollama truncates prompts that are longer than num_ctx without an error. A task has three
     turns. The run is stopped in the third, and resumes."""
+    read, cut = map(json.loads, row)
     said = [answer(content="x", usage=dict(prompt_tokens=n)) for n in read * 4]
     endpoint.faults = [*said[:2], (401, "no", {})]
     assert "401" in refusal(run)

@@ -23,19 +23,23 @@ from lab.study import compare, methods, numbers, study
 # ------------------------------------------------------------------------------ statistics
 
 
-@pytest.mark.parametrize("a, b, mean, half, ahead, p", [
-    # Differences 0.1, 0.2, 0.3: variance 0.01, half width 4.303 x 0.1 / sqrt(3) = 0.2484. With two
-    # degrees of freedom p = 1 - t / sqrt(2 + t^2), and t = 0.2 sqrt(3) / 0.1 = 3.464.
-    ((.6, .8, 1.), (.5, .6, .7), 0.2, 0.2484, 3, 0.0742),
-    # 0.0 and -0.2: half width 12.706 x 0.1; t = 1, and with one degree of freedom p = 1/2.
-    ((.5, .6), (.5, .8), -0.1, 1.2706, 0, 0.5),
-    # 1, 2, 3, 4, 5: variance 2.5, half width 2.776 sqrt(2.5 / 5), t = 4.243.
-    (range(1, 6), [0] * 5, 3, 1.9632, 5, 0.0132),
-    ((.5, .5), (.5, .5), 0, 0, 0, 1)])
-def test_differences_by_hand(a, b, mean, half, ahead, p):
+@pytest.mark.parametrize("row", table("""
+    [0.6, 0.8, 1.0] -> [0.5, 0.6, 0.7] -> 0.2 -> 0.2484 -> 3 -> 0.0742
+    [0.5, 0.6] -> [0.5, 0.8] -> -0.1 -> 1.2706 -> 0 -> 0.5
+    [1, 2, 3, 4, 5] -> [0, 0, 0, 0, 0] -> 3 -> 1.9632 -> 5 -> 0.0132
+    [0.5, 0.5] -> [0.5, 0.5] -> 0 -> 0 -> 0 -> 1"""))
+def test_differences_by_hand(row):
+    """Their mean, half of the t interval's width, the number above 0, and p.
+
+    The differences 0.1, 0.2, 0.3 have the variance 0.01, and the half width 4.303 x 0.1 / sqrt(3).
+    With two degrees of freedom p = 1 - t / sqrt(2 + t^2), and t = 0.2 sqrt(3) / 0.1 = 3.464. With
+    0.0 and -0.2, the half width is 12.706 x 0.1, and t = 1. With one degree of freedom, p = 1/2.
+    With 1, 2, 3, 4, 5, the variance is 2.5, the half width 2.776 sqrt(2.5 / 5), and t = 4.243.
+    """
+    a, b, *expected = map(json.loads, row)
     found = numbers.interval([(dict(x=[x]), dict(x=[y])) for x, y in zip(a, b)], "x")
-    found = found["mean"], found["half"], found["ahead"], numbers.p_value(found)
-    assert found == pytest.approx((mean, half, ahead, p), abs=1e-4)
+    found = [found["mean"], found["half"], found["ahead"], numbers.p_value(found)]
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_holm_by_hand():
@@ -93,7 +97,9 @@ def made_run(folder, rewards, finished=True, target="target", failure=(), **sett
             if i:
                 phases[exploration] = played
                 of_files[exploration] = of_tasks[:1]
-                phases[f"iter{i}/{name}-agent"] = dict(name=name, steps=10 * i, tokens=900, seconds=0.0)
+                phases[f"iter{i}/pairs-{name}.jsonl"] = dict(seconds=1.0, pairs={"expert>target": 2})
+                phases[f"iter{i}/{name}-agent"] = dict(
+                    name=name, steps=10 * i, tokens=900, first_loss=0.9, seconds=0.0)
     write_run(folder, phases, of_files, **dict(method="eto", seed=3) | settings)
     if finished:
         (folder / "result.json").write_text("{}")
@@ -289,8 +295,8 @@ def test_agents_are_compared_by_role(tmp_path):
         settings -> none differ
         code -> (one of the runs has no record of its code)
         first output, seed 3 -> no output of both differs
-        only in base, seed 3 -> eval-0-target-test.jsonl, eval-1-target-test.jsonl, iter1/target.jsonl, iter1/target-agent
-        only in own\x1b[2J, seed 3 -> eval-0-student\x1b[2J-test.jsonl, eval-1-student\x1b[2J-test.jsonl, iter1/student\x1b[2J.jsonl, iter1/student\x1b[2J-agent
+        only in base, seed 3 -> eval-0-target-test.jsonl, eval-1-target-test.jsonl, iter1/target.jsonl, iter1/pairs-target.jsonl and 1 more
+        only in own\x1b[2J, seed 3 -> eval-0-student\x1b[2J-test.jsonl, eval-1-student\x1b[2J-test.jsonl, iter1/student\x1b[2J.jsonl, iter1/pairs-student\x1b[2J.jsonl and 1 more
         episodes of target, test -> all 2 are identical, iteration 1
         episodes of failure, test -> 1 of 2 have other text, iteration 1""")
     text = (folder / "report.txt").read_text()
@@ -322,16 +328,9 @@ def test_the_report_starts_with_the_differences(tmp_path, capsys):
     `rounded` has other log-probabilities, which rounding changes."""
     base = made_run(tmp_path / "base", [[0, 0], [1.0, 0.5]])
     changed(base, code=dict(commit="a" * 40, files={}))
-    pairs, agent = "iter1/pairs-target.jsonl", base / "iter1/target-agent"
-    write_lines(base / pairs, [dict(kind="expert>target")] * 2)
-    phases = json.loads((base / "phases.json").read_text())
-    phases["iter1/target-agent"]["first_loss"] = 0.9
-    phases = {pairs: dict(seconds=1.0, pairs={"expert>target": 2})} | phases
-    (base / "phases.json").write_text(json.dumps(phases))
-    agent.mkdir()
-    save_file({"w": torch.ones(2)}, agent / "model.safetensors")
-    names = ["rounded", "loss", "pairs", "size"]
-    for name in names:
+    write_lines(base / "iter1/pairs-target.jsonl", [dict(kind="expert>target")] * 2)
+    (base / "iter1/target-agent").mkdir()
+    for name in "rounded", "loss", "pairs", "size":
         shutil.copytree(base, tmp_path / name)
     for name, file, old, new in table("""
             rounded -> eval-1-target-test.jsonl -> "turns" -> "log_probs": [1], "turns"
@@ -343,9 +342,10 @@ def test_the_report_starts_with_the_differences(tmp_path, capsys):
             pairs -> iter1/pairs-target.jsonl -> expert -> first"""):
         path = tmp_path / name / file
         path.write_text(path.read_text().replace(old, new, 1))
-    for name, weights in ("loss", [1.0, 1.25]), ("pairs", [2.0, 2.0]), ("size", [1.0] * 3):
-        save_file({"w": torch.tensor(weights)}, tmp_path / name / "iter1/target-agent/model.safetensors")
-    folder = compared(tmp_path, *(f"{name}={tmp_path / name}" for name in ["base", *names]))
+    weights = dict(base=[1.0, 1.0], rounded=[1.0, 1.0], loss=[1.0, 1.25], pairs=[2.0, 2.0], size=[1.0])
+    for name, values in weights.items():
+        save_file({"w": torch.tensor(values)}, tmp_path / name / "iter1/target-agent/model.safetensors")
+    folder = compared(tmp_path, *(f"{name}={tmp_path / name}" for name in weights))
     assert shown(folder, "What differs from base", "method, what, difference") == lines("""
         rounded -> settings -> none differ
         rounded -> code -> none differs
