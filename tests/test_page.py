@@ -132,17 +132,14 @@ def test_the_page_of_an_unfinished_run(run):
 
 
 def test_the_page_of_a_run_of_the_core(small_run):
-    """The page has every pair with its margins in training, and every trajectory with its
-    messages."""
-    tasks = conversations(small_run, 9.0)["tasks"]
+    """The page has every pair with its margins in training, and every explored trajectory."""
     pairs, played = [], []
-    for task in tasks:
-        pairs += [(task["id"], pair["trains"], pair["kind"], pair["first"], pair["last"])
-                  for pair in task["pairs"]]
+    for task in conversations(small_run, 9.0)["tasks"]:
+        pairs += [(task["id"], p["trains"], p["first"], p["last"]) for p in task["pairs"]]
         played += [run["messages"] for run in task["runs"] if run["from"] == "iter1/target"]
     expected = []
     for name in "target", "failure":
-        expected += [(row["task"], name, row["kind"], row["first"], row["last"])
+        expected += [(row["task"], name, row["first"], row["last"])
                      for row in read_jsonl(small_run / f"iter1/{name}-agent/margins.jsonl")]
     assert sorted(pairs) == sorted(expected)
     explored = [row["messages"] for row in read_jsonl(small_run / "iter1/target.jsonl")]

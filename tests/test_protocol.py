@@ -154,25 +154,33 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(promp
     science.close()
 
 
+PUBLISHED = r"""[{"id": 17, "reward": 0.8, "source": "gpt", "conversations": [
+  {"from": "human", "value": "their rules"}, {"from": "gpt", "value": "OK"},
+  {"from": "human", "value": "WebShop [SEP] Instruction: [SEP] x"},
+  {"from": "gpt", "value": "Thought: t\nAction: search[x]"},
+  {"from": "human", "value": "Observation: [SEP] B0"},
+  {"from": "gpt", "value": "Thought: t\nAction: click[buy now]"},
+  {"from": "human", "value": "Observation: done"}]},
+ {"id": "webshop_18", "conversations": [
+  {"from": "human", "value": "WebShop [SEP] Instruction: [SEP] x"},
+  {"from": "gpt", "value": "Thought: t\nAction: search[x]"}]}]"""
+
+
 def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts(prompts, tmp_path):
     """ETO's list of WebShop has a reward and a source beside."""
-    theirs = [("user", "their rules"), ("assistant", "OK")]
-    turns = [("user", "WebShop [SEP] Instruction: [SEP] x"), CHAT[1], ("user", "Observation: [SEP] B0"), CHAT[3]]
-    roles, entries = dict(user="human", assistant="gpt"), []
-    for opening in theirs, []:
-        published = [*opening, *turns, ("user", "Observation: done")]
-        entries.append([{"from": roles[role], "value": text} for role, text in published])
     file = tmp_path / "published.json"
-    file.write_text(json.dumps([dict(id=17, conversations=entries[0], reward=0.8, source="gpt"),
-                                dict(id="webshop_18", conversations=entries[1])]))
-    ours = [("user", RULES["webshop"]), ("assistant", "OK")]
+    file.write_text(PUBLISHED)
+    page, search = ("user", "WebShop [SEP] Instruction: [SEP] x"), ("assistant", "Thought: t\nAction: search[x]")
+    buy = "assistant", "Thought: t\nAction: click[buy now]"
+    whole = [("user", "their rules"), ("assistant", "OK"), page, search, ("user", "Observation: [SEP] B0"), buy]
+    without = [("user", RULES["webshop"]), ("assistant", "OK"), page, search]
     assert expert_files.read_experts(file, make("webshop", prompts)) == [
-        ("webshop-train-17", said(theirs + turns), 0.8), ("webshop-train-18", said(ours + turns), 1.0)]
+        ("webshop-train-17", said(whole), 0.8), ("webshop-train-18", said(without), 1.0)]
     env = environments.make("webshop")
-    turns[0] = "user", f"{env.prompt}\n\n{turns[0][1]}"
-    turns[2] = "user", "[SEP] B0"
+    ours = [("user", f"{env.prompt}\n\n{page[1]}"), search]
     assert expert_files.read_experts(file, env) == [
-        ("webshop-train-17", said(turns), 0.8), ("webshop-train-18", said(turns), 1.0)]
+        ("webshop-train-17", said([*ours, ("user", "[SEP] B0"), buy]), 0.8),
+        ("webshop-train-18", said(ours), 1.0)]
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import transformers
 from accelerate import Accelerator
 from conftest import ROOT, files_of, refusal, table
 
@@ -42,15 +44,10 @@ def test_an_agent_that_this_user_may_not_read_is_not_called_damaged(toy_run, mon
     out = toy_run(*flags)
     weights = out / "sft-target/model.safetensors"
     (out / "eval-0-target-test.jsonl").unlink()
-    if os.getuid() == 0:  # root may read all files
-        allowed = os.access
-        monkeypatch.setattr(os, "access", lambda file, how: Path(file) != weights and allowed(file, how))
-        from engine import models
-
-        def refuse(*_, **__):
-            raise PermissionError(13, "Permission denied", str(weights))
-        monkeypatch.setattr(models.transformers.AutoModelForCausalLM, "from_pretrained", refuse)
-    weights.chmod(0)
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda file, how: Path(file) != weights and allowed(file, how))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Mock(
+        side_effect=PermissionError(13, "Permission denied", str(weights))))
     said = refusal(toy_run, *flags)
     assert "this user may not read it" in said and "damaged" not in said and weights.exists()
 
