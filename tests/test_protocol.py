@@ -106,14 +106,12 @@ def test_an_episode_in_the_shop_turn_by_turn(prompts):
 
 def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
     env, ours = make("webshop", prompts), environments.make("webshop")
-    task = "webshop-train-0"
-    messages, reward = environments.converse(env, env.reset(task), env.expert())
-    own, own_reward = environments.converse(ours, ours.reset(task), ours.expert())
-    own[0]["content"] = own[0]["content"].removeprefix(f"{ours.prompt}\n\n")
-    for message in messages:
-        message["content"] = message["content"].removeprefix("Observation:\n")
-    opening = said([("user", RULES["webshop"]), ("assistant", "OK")])
-    assert (messages, reward) == (opening + own, own_reward)
+    found, expected = [], [RULES["webshop"], "OK"]
+    for shop, texts in (env, found), (ours, expected):
+        observation = shop.reset("webshop-train-0")
+        messages, reward = environments.converse(shop, observation, shop.expert())
+        texts += [m["content"].removeprefix(f"{ours.prompt}\n\n") for m in messages] + [reward]
+    assert [str(text).removeprefix("Observation:\n") for text in found] == [*map(str, expected)]
     counts = [len(make("webshop", prompts, examples=n).opening("page", True)) for n in range(3)]
     assert counts == [3, 7, 9]  # as many examples as asked for
 
@@ -128,11 +126,11 @@ def test_the_observations_of_intercodesql(prompts):
     queries = map(QUERY.format, ("SHOW TABLES", "SELECT FROM x", question["gold"]))
     messages, reward = conversation(env, task, ["submit it", *queries, "Action: submit."])
     assert messages[6]["content"] == question["query"] and reward == 1.0
-    no_action, rows, error, *_ = [m["content"] for m in messages[8::2]]
-    assert no_action.startswith("Observation: I don't understand your input.\n Your input")
-    assert rows.startswith("Observation: [(") and not rows.endswith("\n")
-    assert error.startswith("Observation: Error executing query: You have an error")
-    assert error.endswith("\n")
+    observations = [m["content"] for m in messages[8::2]]
+    no_action, rows, error = [text.removeprefix("Observation: ") for text in observations[:3]]
+    assert no_action.startswith("I don't understand your input.\n Your input")
+    assert rows.startswith("[(") and not rows.endswith("\n")
+    assert error.startswith("Error executing query: You have an error") and error.endswith("\n")
     rewards = set()
     for task in env.tasks("test")[:60]:
         wrong = f"SELECT * FROM ({env.find(task)['gold']}) AS t ORDER BY 1 DESC"
@@ -156,26 +154,33 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(promp
     science.close()
 
 
-PUBLISHED = [("user", "their rules"), ("assistant", "OK"), ("user", "WebShop [SEP] Instruction: [SEP] x"),
-             ("assistant", "Thought: t\nAction: search[x]"), ("user", "Observation: [SEP] B0"),
-             ("assistant", "Thought: t\nAction: click[buy now]"), ("user", "Observation: done")]
+PUBLISHED = r"""[{"id": 17, "reward": 0.8, "source": "gpt", "conversations": [
+  {"from": "human", "value": "their rules"}, {"from": "gpt", "value": "OK"},
+  {"from": "human", "value": "WebShop [SEP] Instruction: [SEP] x"},
+  {"from": "gpt", "value": "Thought: t\nAction: search[x]"},
+  {"from": "human", "value": "Observation: [SEP] B0"},
+  {"from": "gpt", "value": "Thought: t\nAction: click[buy now]"},
+  {"from": "human", "value": "Observation: done"}]},
+ {"id": "webshop_18", "conversations": [
+  {"from": "human", "value": "WebShop [SEP] Instruction: [SEP] x"},
+  {"from": "gpt", "value": "Thought: t\nAction: search[x]"}]}]"""
 
 
 def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts(prompts, tmp_path):
     """ETO's list of WebShop has a reward and a source beside."""
-    roles = dict(user="human", assistant="gpt")
-    turns = [{"from": roles[role], "value": text} for role, text in PUBLISHED]
     file = tmp_path / "published.json"
-    file.write_text(json.dumps([dict(id=17, conversations=turns, reward=0.8, source="gpt"),
-                                dict(id="webshop_18", conversations=turns[2:])]))
-    (_, whole, _), (_, without, _) = expert_files.read_experts(file, make("webshop", prompts))
-    assert whole == said(PUBLISHED[:-1])
-    assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
+    file.write_text(PUBLISHED)
+    page, search = ("user", "WebShop [SEP] Instruction: [SEP] x"), ("assistant", "Thought: t\nAction: search[x]")
+    buy = "assistant", "Thought: t\nAction: click[buy now]"
+    whole = [("user", "their rules"), ("assistant", "OK"), page, search, ("user", "Observation: [SEP] B0"), buy]
+    without = [("user", RULES["webshop"]), ("assistant", "OK"), page, search]
+    assert expert_files.read_experts(file, make("webshop", prompts)) == [
+        ("webshop-train-17", said(whole), 0.8), ("webshop-train-18", said(without), 1.0)]
     env = environments.make("webshop")
-    ours = said([("user", f"{env.prompt}\n\n{PUBLISHED[2][1]}"), PUBLISHED[3],
-                 ("user", "[SEP] B0"), PUBLISHED[5]])
+    ours = [("user", f"{env.prompt}\n\n{page[1]}"), search]
     assert expert_files.read_experts(file, env) == [
-        ("webshop-train-17", ours, 0.8), ("webshop-train-18", ours, 1.0)]
+        ("webshop-train-17", said([*ours, ("user", "[SEP] B0"), buy]), 0.8),
+        ("webshop-train-18", said(ours), 1.0)]
 
 
 @pytest.fixture(scope="module")
