@@ -17,6 +17,7 @@ from envs import Environment, Step, Stuck
 
 ENVIRONMENTS = tuple(sorted(
     file.parent.name for file in Path(__file__).parent.glob("*/__init__.py")))
+MYSQL_ADDRESS = "mysql://user@host:port, with the password in MYSQL_PWD"
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,12 @@ def is_web_address(text: str) -> bool:
     return bool(re.fullmatch(f"https?://{host}{port}{path}", text))
 
 
+def is_mysql_address(text: str) -> bool:
+    """Returns True if the text has the form mysql://user@host or mysql://user@host:port."""
+    match = re.fullmatch(r"mysql://[^:@/\s]+@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
+    return bool(match) and 0 < int(match[1] or 3306) < 65536
+
+
 def with_pairs(names: list[str]) -> set[str]:
     """Returns a set of all names and all pairs of consecutive names, such as "a, b"."""
     return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
-
-
-def leaves(value) -> list:
-    """Returns all strings and numbers in a JSON value, at any depth."""
-    if isinstance(value, (dict, list)):
-        items = value.values() if isinstance(value, dict) else value
-        return [leaf for item in items for leaf in leaves(item)]
-    return [] if value is None or isinstance(value, bool) else [value]

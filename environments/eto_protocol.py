@@ -41,7 +41,22 @@ class ProtocolOptions(Options):
     def in_protocol(self, env, examples):
         if self.protocol == "ours":
             return env
-        return in_eto_protocol(env, self.prompts, examples)
+        wrapper, stem = WRAPPERS[env.name]
+        instruction_file = f"instructions/{stem}_inst.txt"
+        examples_file = f"icl_examples/{stem}_icl.json"
+        must = (f"ETO's or IPR's eval_agent/prompt, with a text in {instruction_file} and a JSON "
+                f"list of {examples} conversations or more in {examples_file}")
+        with reading(f"--prompts {self.prompts}", must):
+            instruction = Path(self.prompts, instruction_file).read_text(encoding="utf-8")
+            conversations = []
+            if examples:
+                conversations = read_json(Path(self.prompts, examples_file))[:examples]
+            if len(conversations) < examples:
+                raise ValueError(f"{examples_file} has {len(conversations)} conversations")
+            for conversation in conversations:
+                for message in conversation:
+                    text_in(message["content"])
+        return wrapper(env, instruction, conversations)
 
 
 class EtoEnvironment:
@@ -156,30 +171,6 @@ class EtoInterCodeSQL(EtoEnvironment):
 # {name of an environment: (its wrapper, start of the names of its files in the prompt folder)}
 WRAPPERS = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
             "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
-
-
-def in_eto_protocol(env: Environment, folder: str, examples: int) -> EtoEnvironment:
-    """Wraps an environment, which must have the full view.
-
-    Args:
-        env: The environment.
-        folder: A copy of the folder eval_agent/prompt from ETO's or IPR's repository.
-        examples: The number of example conversations to read from the folder.
-    """
-    wrapper, stem = WRAPPERS[env.name]
-    instruction_file = f"instructions/{stem}_inst.txt"
-    examples_file = f"icl_examples/{stem}_icl.json"
-    must = (f"ETO's or IPR's eval_agent/prompt, with a text in {instruction_file} and a JSON list "
-            f"of {examples} conversations or more in {examples_file}")
-    with reading(f"--prompts {folder}", must):
-        instruction = Path(folder, instruction_file).read_text(encoding="utf-8")
-        conversations = read_json(Path(folder, examples_file))[:examples] if examples else []
-        if len(conversations) < examples:
-            raise ValueError(f"{examples_file} has {len(conversations)} conversations")
-        for conversation in conversations:
-            for message in conversation:
-                text_in(message["content"])
-    return wrapper(env, instruction, conversations)
 
 
 def without_heading(observation: str) -> str:

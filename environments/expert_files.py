@@ -60,10 +60,9 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
             continue
         difference = opening_difference(env, messages, env.reset(task))
         if difference:
-            theirs, ours = difference
             raise UsageError(f"--experts {file}: {task} is another task here. The openings differ, "
-                             f"in the file | here: {theirs!r} | {ours!r}; give the environment and "
-                             "the --view that these experts were made in, or experts of this one")
+                             f"in the file | here: {difference}; give the environment and the "
+                             "--view that these experts were made in, or experts of this one")
         yield task, messages, reward
 
 
@@ -248,7 +247,7 @@ def published_task(env: Environment, name: str) -> str:
 
 
 def opening_difference(env: Environment, messages: list[dict],
-                       observation: str) -> tuple[str, str] | None:
+                       observation: str) -> str | None:
     """Compares the opening of an expert trajectory with the opening in our environment.
 
     Args:
@@ -265,7 +264,7 @@ def opening_difference(env: Environment, messages: list[dict],
         ours = comparable(env, our_message["content"])
         if theirs != ours:
             start = max(0, len(commonprefix([theirs, ours])) - 40)
-            return theirs[start:start + 160], ours[start:start + 160]
+            return f"{theirs[start:start + 160]!r} | {ours[start:start + 160]!r}"
     return None
 
 

@@ -164,9 +164,8 @@ def test_questions_of_a_split_or_without_an_answer_are_refused():
                                                gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
             ("a question of a split", "query", (train["query"].upper() + " ", f"{evaluated['query']}?")),
             ("a held-out noun", "query", ["how many clocks"]),
-            ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
             ("cannot be run", "gold", (
-                "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0",
+                "DROP TABLE t", "SELECT random ( )", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0",
                 "select 1 from farms where 1 = 1",
                 # of a hostile explorer
                 "SELECT COUNT(*) FROM " + ", ".join(f"farms {name}" for name in "abcdefghijkl"),

@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import itertools
 import subprocess
 import tempfile
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.settings import UsageError
-from environments.appworld.python_code import calls_in
+from environments.appworld.python_code import calls_of
 from environments.user_files import read_json
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -117,16 +116,17 @@ def parts(source: str) -> list[str]:
     """
     module = ast.parse(source)
     function = next(node for node in module.body if isinstance(node, ast.FunctionDef))
-    pieces, has_call = [[]], False
+    pieces = [""]
+    has_call = False
     for statement in function.body:
-        calls = bool(calls_in(statement))
-        if calls and has_call:
-            pieces.append([])
-        has_call = calls or has_call
-        pieces[-1].append(ast.unparse(statement))
+        code = ast.unparse(statement)
+        if calls_of(code):
+            if has_call:
+                pieces.append("")
+            has_call = True
+        pieces[-1] += f"{code}\n"
     size = -(-len(pieces) // MAX_REPLIES)
-    groups = [pieces[n:n + size] for n in range(0, len(pieces), size)]
-    return ["\n".join(itertools.chain(*group)) for group in groups]
+    return ["".join(pieces[n:n + size]).strip() for n in range(0, len(pieces), size)]
 
 
 def specs(root: Path, key: str) -> dict:

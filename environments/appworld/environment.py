@@ -66,7 +66,6 @@ class AppWorld(Environment):
         self.close()
         self._task = task
         self._replies = 0
-        self.changes = None  # the changes in the apps, stored when the episode ends
         self._episode = self.judge.start_episode(task)
         owner = self._episode.owner
         return (f"I am {owner['first_name']} {owner['last_name']}; my email address is "
@@ -83,12 +82,12 @@ class AppWorld(Environment):
                 result = self._episode.run(code)
             if not result.done and not last:
                 return Step(result.output, 0.0, False, idle=code is None)
-            self.changes = self._episode.changes()
+            changes = self._episode.changes()
         except ProcessEnded as error:
             self._episode = None
             return Step(f"The episode is over: {error}.", 0.0, True)
         self.close()
-        reward = self.judge.share(self._task, self.changes)
+        reward = self.judge.share(self._task, changes)
         if not self.share_of_tests:
             reward = float(reward == 1)
         return Step(result.output, reward, True)

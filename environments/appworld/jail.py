@@ -30,27 +30,30 @@ FIRST_USER = 60_000   # the first of 4,000 user ids that Linux systems leave unu
 
 NOT_EQUAL, MASKED = 1, 7  # libseccomp's comparisons of an argument
 INT = 0xFFFFFFFF          # mask of the lower 32 bits, for arguments that the kernel reads as int
-# The filter makes these system calls fail. With (name, index, comparison, a, b), a call only fails
-# if its argument x at this index satisfies the comparison: NOT_EQUAL is x != a, and MASKED is
-# (x & a) == b.
+# The filter makes these system calls fail.
 DENIED = (
     # calls that start processes, or that access other processes and their namespaces
-    ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
-    ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keep the effect of `die_with_parent`
+    "fork vfork execve execveat ptrace unshare setns "
     # calls that install another filter. That filter could kill one thread, and the other threads
     # would wait for the killed thread.
-    ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
-    ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
+    "seccomp "
     # calls that allocate memory outside the address space. The memory limit ignores such memory.
-    ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
+    "memfd_create shmget msgget mq_open vmsplice "
     # calls that store keys in the kernel. These keys remain after the process has ended.
-    ("add_key",), ("request_key",), ("keyctl",),
+    "add_key request_key keyctl "
     # calls that use kernel interfaces with a large attack surface
-    ("bpf",), ("perf_event_open",), ("userfaultfd",),
+    "bpf perf_event_open userfaultfd "
     # calls that change resource limits. With a low limit, the kernel would kill the process with
     # SIGKILL, which looks like a failure of the machine, and not of the agent's code.
-    ("setrlimit",), ("prlimit64", 2, NOT_EQUAL, 0, 0))
+    "setrlimit").split()
+# With (name, index, comparison, a, b), a call only fails if its argument x at this index satisfies
+# the comparison: NOT_EQUAL is x != a, and MASKED is (x & a) == b.
+DENIED_IF = (
+    ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keep the effect of `die_with_parent`
+    ("prctl", 0, MASKED, INT, SET_SECCOMP),      # installs another filter, see above
+    ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
+    ("prlimit64", 2, NOT_EQUAL, 0, 0))           # changes resource limits, see above
 # Numbers of newer system calls. They fail with ENOSYS, so that libraries use older calls instead.
 NEWER = range(424, 600)
 
@@ -187,10 +190,13 @@ def filter_calls(seccomp: ctypes.CDLL) -> None:
     failures = [seccomp.seccomp_attr_set(rules, other_architecture, ctypes.c_uint32(kill_process))]
     failures += [seccomp.seccomp_rule_add_array(rules, deny | errno.ENOSYS, number, 0, None)
                  for number in NEWER]
-    for name, *comparison in DENIED:
+
+    def add(name: str, comparisons: int, packed: bytes | None) -> int:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
-        packed = struct.pack("IIQQ", *comparison) if comparison else None
-        failures.append(seccomp.seccomp_rule_add_array(
-            rules, deny | errno.EPERM, number, len(comparison) // 4, packed))
+        return seccomp.seccomp_rule_add_array(
+            rules, deny | errno.EPERM, number, comparisons, packed)
+
+    failures += [add(name, 0, None) for name in DENIED]
+    failures += [add(name, 1, struct.pack("IIQQ", *comparison)) for name, *comparison in DENIED_IF]
     if any([*failures, seccomp.seccomp_load(rules)]):
         raise OSError("libseccomp cannot load the filter")

@@ -1,31 +1,23 @@
 """Judges the changes that an agent's code has made in the apps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from environments.appworld import data
-from environments.appworld.processes import Episode, ProcessEnded, server
+from environments.appworld.processes import CodeResult, Episode, ProcessEnded, server
 from envs import EnvError
 
 
 @dataclass
 class Trace:
-    """The results of running a solution part by part.
+    """The results of running a solution part by part."""
+    results: list[CodeResult]
+    changes: dict[str, str]  # all changes in the apps at the end, {file name: text}
+    process_error: str | None = None  # the reason why the process ended early
 
-    Attributes:
-        outputs: The printed output of each part.
-        calls: One list per part, with its API calls ["APP.API", arguments].
-        changed: One bool per part. It is True if the part changed the apps.
-        changes: All changes in the apps at the end, {file name: text}.
-        done: True if the solution completed the task.
-        process_error: The reason why the process ended early, or None.
-    """
-    outputs: list[str] = field(default_factory=list)
-    calls: list[list] = field(default_factory=list)
-    changed: list[bool] = field(default_factory=list)
-    changes: dict[str, str] = field(default_factory=dict)
-    done: bool = False
-    process_error: str | None = None
+    @property
+    def done(self) -> bool:
+        return bool(self.results) and self.results[-1].done
 
 
 class Judge:
@@ -44,19 +36,17 @@ class Judge:
 
     def trace(self, task: dict, code: list[str]) -> Trace:
         """Runs the parts of a solution in a new episode, up to the part that completes the task."""
-        trace = Trace()
+        trace = Trace([], {})
         episode = self.start_episode(task)
         try:
             before = episode.changes()
             for part in code:
                 result = episode.run(part)
                 trace.changes = episode.changes()
-                trace.outputs.append(result.output)
-                trace.calls.append(result.calls)
-                trace.changed.append(changes_of_apps(trace.changes) != changes_of_apps(before))
+                result.changed = changes_of_apps(trace.changes) != changes_of_apps(before)
+                trace.results.append(result)
                 before = trace.changes
                 if result.done:
-                    trace.done = True
                     break
         except ProcessEnded as error:
             trace.process_error = str(error)

@@ -170,6 +170,11 @@ class CodeResult:
     output: str
     done: bool   # True if the task is completed
     calls: list  # the API calls of the code, each as ["APP.API", arguments]
+    changed: bool = False  # True if the code changed the apps, set only in a `judging.Trace`
+
+    @property
+    def failed(self) -> bool:
+        return self.output.startswith("Execution failed")  # the package's text for an exception
 
 
 class Episode(IsolatedProcess):

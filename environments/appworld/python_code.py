@@ -36,20 +36,14 @@ def tree_of(code: str) -> ast.AST | None:
         return None
 
 
-def calls_of(code: str) -> list[str]:
-    """Returns the name "APP.API" of each API call in the code, or [] if the code is not valid
-    Python."""
+def calls_of(code: str) -> set[str]:
+    """Returns the names "APP.API" of all API calls in the code, or an empty set if the code is not
+    valid Python."""
+    names = set()
     tree = tree_of(code)
-    return calls_in(tree) if tree else []
-
-
-def calls_in(tree: ast.AST) -> list[str]:
-    """Returns the name "APP.API" of each API call in a syntax tree, in the order of the source
-    code."""
-    names = []
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Call):
             match = re.fullmatch(r"apis\.(\w+\.\w+)", ast.unparse(node.func))
             if match:
-                names.append((node.lineno, node.col_offset, match[1]))
-    return [name for _, _, name in sorted(names)]
+                names.add(match[1])
+    return names

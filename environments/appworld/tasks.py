@@ -17,7 +17,6 @@ from environments.appworld.python_code import block, calls_of, code_of, codes, t
 DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
 SECRETS = ("access_token", "password", "username")
-FAILED = "Execution failed"  # start of the output if the code raises an error
 
 
 class TaskGenerator:
@@ -43,7 +42,7 @@ class TaskGenerator:
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Returns the names of the APIs that were called, and all pairs of consecutive names."""
         trace = self.env.judge.trace(self.env.find(task), codes(replies))
-        return with_pairs([name for calls in trace.calls for name, _ in calls])
+        return with_pairs([name for result in trace.results for name, _ in result.calls])
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes a candidate from an episode, with a text generated from the template.
@@ -54,14 +53,14 @@ class TaskGenerator:
         """
         start = self.env.find(task)["start"]
         parts = [code for code in codes(replies) if COMPLETES not in calls_of(code)]
-        trace = self.env.judge.trace(dict(start=start), parts)
-        ran = [not output.startswith(FAILED) for output in trace.outputs]
-        ends = [n for n, changed in enumerate(trace.changed) if changed and ran[n]]
+        results = self.env.judge.trace(dict(start=start), parts).results
+        ran = [n for n, result in enumerate(results) if not result.failed]
+        ends = [n for n in ran if results[n].changed]
         if not ends:
             return []
         end = rng.choice(ends)
-        chosen = [n for n in range(end + 1) if ran[n]][-(data.MAX_REPLIES - 1):]
-        text = self.template([trace.calls[n] for n in chosen if trace.changed[n]])
+        chosen = [n for n in ran if n <= end][-(data.MAX_REPLIES - 1):]
+        text = self.template([results[n].calls for n in chosen if results[n].changed])
         if not text:
             return []
         code = [parts[n] for n in chosen]
@@ -116,11 +115,11 @@ class TaskGenerator:
         second = judge.trace(task, task["code"])
         if not first.done or not second.done:
             return "its solution does not complete it"
-        if any(output.startswith(FAILED) for output in first.outputs):
+        if any(result.failed for result in first.results):
             return "a part of its solution fails"
         if not self._same_end(task, first.changes, second.changes):
             return "its replays differ"
-        changing = [n for n, changed in enumerate(first.changed) if changed]
+        changing = [n for n, result in enumerate(first.results) if result.changed]
         if changing:
             last = changing[-1]
             shorter_code = task["code"][:last] + task["code"][last + 1:]

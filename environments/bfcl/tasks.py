@@ -8,7 +8,7 @@ import json
 import random
 from hashlib import sha256
 
-from environments import leaves, replay, with_pairs, words_of
+from environments import replay, with_pairs, words_of
 from environments.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
 from environments.bfcl.data import CATEGORIES, functions, prose, tasks
 
@@ -190,3 +190,11 @@ def useful(made: list[tuple]) -> list[tuple]:
             selected.append((call, result, changed))
             later_values += [str(value) for value in leaves(call["arguments"])]
     return selected[::-1]
+
+
+def leaves(value) -> list:
+    """Returns all strings and numbers in a JSON value, at any depth."""
+    if isinstance(value, (dict, list)):
+        items = value.values() if isinstance(value, dict) else value
+        return [leaf for item in items for leaf in leaves(item)]
+    return [] if value is None or isinstance(value, bool) else [value]

@@ -20,7 +20,6 @@ import sqlite3
 import struct
 import sys
 import time
-from contextlib import closing
 from urllib.parse import unquote, urlsplit
 
 from environments import UsageError
@@ -35,7 +34,8 @@ VM_STEPS = 10_000_000
 CHECK_STEPS = 1_000  # sqlite's limits are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
-DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer or a server's privileges
+# Start of the error text if sqlite's authorizer or the privileges on a server reject a query
+DENIED = ERROR + "SELECT command denied to user"
 REMEDY = "python -m environments.intercodesql.spider makes users that can only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
@@ -244,17 +244,6 @@ ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
     "mod nth_value ntile nullif percent_rank pow power rank replace round row_number rtrim sign "
     "sqrt substr substring sum total trim typeof upper".split())
-
-
-def check_sqlite() -> None:
-    """Raises UsageError if sqlite was built without double-quoted strings, which MySQL allows."""
-    with closing(sqlite3.connect(":memory:")) as db:
-        try:
-            db.execute('SELECT "a string"')
-        except sqlite3.Error:
-            raise UsageError(f"--intercode-data: sqlite {sqlite3.sqlite_version} was "
-                             "built without double-quoted strings, which the gold queries have; "
-                             "use another Python, or give --mysql-url") from None
 
 
 class Sqlite:

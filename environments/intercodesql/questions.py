@@ -34,11 +34,11 @@ CONCEPTS = {
 }
 # {first name of a text column: its possible values}
 VALUES = {
-    "country": ["France", "Spain", "Japan", "Brazil", "Egypt", "India"],
-    "grade": ["junior", "senior", "expert", "novice"],
-    "color": ["red", "blue", "green", "black", "white"],
-    "brand": ["Acme", "Zenith", "Orion", "Delta", "Vega"],
-    "region": ["north", "south", "east", "west"],
+    "country": "France Spain Japan Brazil Egypt India".split(),
+    "grade": "junior senior expert novice".split(),
+    "color": "red blue green black white".split(),
+    "brand": "Acme Zenith Orion Delta Vega".split(),
+    "region": "north south east west".split(),
 }
 NAMES = {
     "people": "Ann Bob Carl Dora Eva Finn Gina Hugo Ivan Jane Karl Lena Max Nora Otto Paul Rosa "
@@ -151,8 +151,16 @@ def database_script(tables: list[Table]) -> str:
     return "".join(script)
 
 
-# Each question family is (weight, question, gold query), drawn in proportion to the weights. The
-# placeholders are:
+def question_families(text: str) -> list[tuple[int, str, str]]:
+    """Parses families into (weight, question, gold query)."""
+    families = []
+    for weight, words, gold in re.findall(r"(\d) (.+)\n  (.+)", text):
+        families.append((int(weight), words, gold))
+    return families
+
+
+# Question families are drawn in proportion to their weights, the numbers at the start of the lines.
+# The question of each family is followed by its gold query. The placeholders are:
 #   {t}              table
 #   {n}              label column of {t}
 #   {a}, {b}         numeric columns of {t}
@@ -163,55 +171,70 @@ def database_script(tables: list[Table]) -> str:
 # A family has a large weight if an almost correct query earns part of the reward.
 # Most tasks are COMPOUND or LONG questions, which are rare in the tiny model's pretraining text.
 # The model has to learn them from expert trajectories and from its own failures.
-def lists(weight: int, words: str, condition: str) -> tuple[int, str, str]:
-    return weight, "list the {n} of {t} " + words, "SELECT {n} FROM {t} " + condition
-
-
-SIMPLE = [
-    (1, "how many {t} are there", "SELECT COUNT(*) FROM {t}"),
-    (1, "how many {t} have {c} {v}", "SELECT COUNT(*) FROM {t} WHERE {c} = {v}"),
-    (1, "what is the average {a} of {t}", "SELECT AVG({a}) FROM {t}"),
-    (1, "what is the highest {a} of {t} with {c} {v}", "SELECT MAX({a}) FROM {t} WHERE {c} = {v}"),
-    (1, "what are the different values of {c} of {t}", "SELECT DISTINCT {c} FROM {t}"),
-    (1, "how many {t} are there for each {c}", "SELECT {c}, COUNT(*) FROM {t} GROUP BY {c}"),
-    lists(2, "with {c} {v}", "WHERE {c} = {v}"),
-    lists(3, "with {a} above {x}", "WHERE {a} > {x}"),
-    lists(3, "with {a} below {x}", "WHERE {a} < {x}"),
-    (2, "list the {n} and {b} of {t} with {a} above {x}",
-     "SELECT {n}, {b} FROM {t} WHERE {a} > {x}"),
-    (3, "list the {n} of the {z} {t} with the highest {a}",
-     "SELECT {n} FROM {t} ORDER BY {a} DESC LIMIT {z}"),
-    (2, "list the {n} of the {z} {t} with the lowest {a}",
-     "SELECT {n} FROM {t} ORDER BY {a} LIMIT {z}"),
-    lists(2, "from the highest {a} to the lowest", "ORDER BY {a} DESC"),
-    lists(2, "with {a} above the average", "WHERE {a} > (SELECT AVG({a}) FROM {t})"),
-    lists(2, "in {p} with {e} {u}", "JOIN {p} USING ({k}) WHERE {e} = {u}"),
-]
-COMPOUND = [
-    lists(3, "with {a} above {x} and {b} below {y}", "WHERE {a} > {x} AND {b} < {y}"),
-    lists(3, "with {a} above {x} or {b} below {y}", "WHERE {a} > {x} OR {b} < {y}"),
-    lists(3, "with {c} {v} or {v2}", "WHERE {c} = {v} OR {c} = {v2}"),
-    lists(3, "with {c} {v} or {a} above {x}", "WHERE {c} = {v} OR {a} > {x}"),
-    lists(3, "with {c} {v} or {a} above {x} or {b} below {y}",
-          "WHERE {c} = {v} OR {a} > {x} OR {b} < {y}"),
-    lists(3, "with {c} {v} or {v2} or {a} above {x}", "WHERE {c} = {v} OR {c} = {v2} OR {a} > {x}"),
-    (3, "list the {n} of the {z} {t} with the highest {a} and {b} above {x}",
-     "SELECT {n} FROM {t} WHERE {b} > {x} ORDER BY {a} DESC LIMIT {z}"),
-    lists(3, "with {a} above {x} from the lowest {b} to the highest",
-          "WHERE {a} > {x} ORDER BY {b}"),
-    lists(3, "with {c} {v} or {a} above {x} from the highest {b} to the lowest",
-          "WHERE {c} = {v} OR {a} > {x} ORDER BY {b} DESC"),
-    lists(2, "in {p} with {e} {u} or {a} above {x}",
-          "JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}"),
-]
+SIMPLE = question_families("""\
+1 how many {t} are there
+  SELECT COUNT(*) FROM {t}
+1 how many {t} have {c} {v}
+  SELECT COUNT(*) FROM {t} WHERE {c} = {v}
+1 what is the average {a} of {t}
+  SELECT AVG({a}) FROM {t}
+1 what is the highest {a} of {t} with {c} {v}
+  SELECT MAX({a}) FROM {t} WHERE {c} = {v}
+1 what are the different values of {c} of {t}
+  SELECT DISTINCT {c} FROM {t}
+1 how many {t} are there for each {c}
+  SELECT {c}, COUNT(*) FROM {t} GROUP BY {c}
+2 list the {n} of {t} with {c} {v}
+  SELECT {n} FROM {t} WHERE {c} = {v}
+3 list the {n} of {t} with {a} above {x}
+  SELECT {n} FROM {t} WHERE {a} > {x}
+3 list the {n} of {t} with {a} below {x}
+  SELECT {n} FROM {t} WHERE {a} < {x}
+2 list the {n} and {b} of {t} with {a} above {x}
+  SELECT {n}, {b} FROM {t} WHERE {a} > {x}
+3 list the {n} of the {z} {t} with the highest {a}
+  SELECT {n} FROM {t} ORDER BY {a} DESC LIMIT {z}
+2 list the {n} of the {z} {t} with the lowest {a}
+  SELECT {n} FROM {t} ORDER BY {a} LIMIT {z}
+2 list the {n} of {t} from the highest {a} to the lowest
+  SELECT {n} FROM {t} ORDER BY {a} DESC
+2 list the {n} of {t} with {a} above the average
+  SELECT {n} FROM {t} WHERE {a} > (SELECT AVG({a}) FROM {t})
+2 list the {n} of {t} in {p} with {e} {u}
+  SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u}
+""")
+COMPOUND = question_families("""\
+3 list the {n} of {t} with {a} above {x} and {b} below {y}
+  SELECT {n} FROM {t} WHERE {a} > {x} AND {b} < {y}
+3 list the {n} of {t} with {a} above {x} or {b} below {y}
+  SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y}
+3 list the {n} of {t} with {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2}
+3 list the {n} of {t} with {c} {v} or {a} above {x}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x}
+3 list the {n} of {t} with {c} {v} or {a} above {x} or {b} below {y}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} OR {b} < {y}
+3 list the {n} of {t} with {c} {v} or {v2} or {a} above {x}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2} OR {a} > {x}
+3 list the {n} of the {z} {t} with the highest {a} and {b} above {x}
+  SELECT {n} FROM {t} WHERE {b} > {x} ORDER BY {a} DESC LIMIT {z}
+3 list the {n} of {t} with {a} above {x} from the lowest {b} to the highest
+  SELECT {n} FROM {t} WHERE {a} > {x} ORDER BY {b}
+3 list the {n} of {t} with {c} {v} or {a} above {x} from the highest {b} to the lowest
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} ORDER BY {b} DESC
+2 list the {n} of {t} in {p} with {e} {u} or {a} above {x}
+  SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}
+""")
 # A query without the last condition usually still finds more than half of the correct rows, and so
 # earns a part of the reward. The tiny model's pretraining text contains no LONG questions.
-LONG = [
-    lists(1, "with {a} above {x} or {c} {v} or {v2}", "WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}"),
-    lists(1, "with {a} below {x} or {c} {v} or {v2}", "WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}"),
-    lists(1, "with {a} above {x} or {b} below {y} or {c} {v} or {v2}",
-          "WHERE {a} > {x} OR {b} < {y} OR {c} = {v} OR {c} = {v2}"),
-]
+LONG = question_families("""\
+1 list the {n} of {t} with {a} above {x} or {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}
+1 list the {n} of {t} with {a} below {x} or {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}
+1 list the {n} of {t} with {a} above {x} or {b} below {y} or {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y} OR {c} = {v} OR {c} = {v2}
+""")
 
 
 def draw_question(rng: random.Random, tables: list[Table]) -> dict:

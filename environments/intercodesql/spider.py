@@ -13,8 +13,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from environments import UsageError, numbered
-from environments.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
+from environments import MYSQL_ADDRESS, UsageError, is_mysql_address, numbered
+from environments.intercodesql import databases
 from environments.intercodesql.questions import SQLData
 from environments.user_files import read_json, reading, text_in
 from envs import EnvError

@@ -175,8 +175,8 @@ class _Simulator:
     """
     # -XX:hashCode=2 makes all of Java's identity hash codes equal, so the simulator iterates over
     # its sets in the same order in every process, and its episodes are deterministic.
-    # The simulator converts actions to lower case by the rules of the locale user.language and
-    # user.country. In a Turkish locale, "I" does not become "i".
+    # user.language and user.country fix the locale, by whose rules the simulator converts actions
+    # to lower case. In a Turkish locale, "I" does not become "i".
     # -Xmx256m is enough memory: after 700 episodes, 15 to 22 MB are in use.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions",
                "-XX:hashCode=2", "-Duser.language=en", "-Duser.country=US"]

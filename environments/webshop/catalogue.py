@@ -181,8 +181,8 @@ def goal_key(goal: dict) -> tuple:
 def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[dict]) -> dict:
     """Draws a random goal that a product of a family meets.
 
-    The function draws until no earlier goal has the same key and price limit, and until the
-    products that `listed_as_fitting` accepts are all held out, or none of them, like the family.
+    No earlier goal has the same key and the same price limit. If the family is held out, all
+    products that `listed_as_fitting` accepts are held out, and otherwise none of them.
 
     Args:
         rng: Random number generator.
@@ -207,7 +207,7 @@ def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[d
 def draw_limit(rng: random.Random, price: float) -> float:
     """Draws the price limit of a goal, as in WebShop.
 
-    It is the larger of two random ones of the first four multiples of 10 above the price.
+    Two of the first four multiples of 10 above the price are drawn. The limit is the larger one.
     """
     tens = [float(t) for t in range(10, 1000, 10) if t > price][:4]
     return max(rng.sample(tens, 2))

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
-from weakref import WeakSet
 
 import requests
 from bs4 import BeautifulSoup, NavigableString
@@ -39,7 +38,7 @@ class WebShopServer(Shop):
     not show the instruction.
 
     Load. A server loads its catalogue at the first request, and once more for each request that
-    arrives before the catalogue is loaded. A client therefore holds a file lock until its first
+    arrives before the catalogue is loaded. A process therefore holds a file lock until its first
     response, and again after the server has failed. All processes of the user on this machine then
     send one request at a time. A server also gets slower with each session, so all episodes with
     the same goal use the same session.
@@ -98,9 +97,7 @@ class Client:
     load_timeout = 1200.0  # timeout of a request while the server may be loading its catalogue
     # {server URL: {goal: instruction}} of all goals that this process has read
     instructions = defaultdict(dict)
-    # {server URL: clients that have received a response since the server last failed}. These
-    # clients send requests without the lock.
-    ready = defaultdict(WeakSet)
+    ready = set()  # URLs of servers that have responded to this process since they last failed
 
     def __init__(self, url: str):
         self.url = url
@@ -143,7 +140,7 @@ class Client:
             self._fail("HTTP 500, as for a goal that is not in the server's catalogue; start the "
                        "server with all products, or choose fewer or other tasks")
         page = self._read_html(response)
-        self.ready[self.url].add(self)
+        self.ready.add(self.url)
         if page.reward is not None:
             self._read(self._goal)
             return Page("done", DONE, {}, reward=page.reward)
@@ -183,9 +180,9 @@ class Client:
 
     def _request(self, link: Link, data: dict | None) -> requests.Response:
         """Sends a request, follows redirects, and returns the response."""
-        ready = self.ready[self.url]
-        timeout = self.timeout if self in ready else self.load_timeout
-        with nullcontext() if self in ready else self._lock():
+        is_ready = self.url in self.ready
+        timeout = self.timeout if is_ready else self.load_timeout
+        with nullcontext() if is_ready else self._lock():
             try:
                 return self._http.request(link.method, link.address, data=data,
                                           timeout=(min(10.0, timeout), timeout))
@@ -193,7 +190,7 @@ class Client:
                 self._fail(f"a link leads to another host, or outside {self.url}/, and is not "
                            f"followed ({str(error)[-200:]}); {CHECK}")
             except (requests.RequestException, ValueError) as error:
-                ready.clear()  # if the server is restarted, it has to load its catalogue again
+                self.ready.discard(self.url)  # a restarted server has to load its catalogue again
                 self._fail(f"{type(error).__name__}; check that the server runs, and that it has "
                            "loaded its catalogue")
 
@@ -206,7 +203,6 @@ class Client:
 
     def close(self):
         self._http.close()
-        self.ready[self.url].discard(self)
 
 
 @dataclass

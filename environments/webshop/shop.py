@@ -92,10 +92,8 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
     first = (place.number - 1) * shop.page_size
     for item in hits[first:first + shop.page_size]:
         product = shop.data.products[item]
-        asin = product["asin"]
-        price = float(product["price"])
-        pieces += [asin, product["Title"], f"${price}"]
-        links[asin.lower()] = replace(place, kind="item", item=item)
+        pieces += [product["asin"], product["Title"], f"${product['price']}"]
+        links[product["asin"].lower()] = replace(place, kind="item", item=item)
 
 
 def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
@@ -112,8 +110,7 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
         for value in values:
             options = dict(place.options) | {name: value}
             links[value] = replace(place, options=tuple(options.items()))
-    price = float(product["price"])
-    pieces += [product["Title"], f"Price: ${price}", "Rating: N.A."]
+    pieces += [product["Title"], f"Price: ${product['price']}", "Rating: N.A."]
     pieces += [*sub_pages(product), "Buy Now"]
 
 
@@ -250,11 +247,9 @@ def alphabetic_words(name: str) -> list[str]:
 
 
 def has_attribute(product: dict, attribute: str) -> bool:
-    bullets = " ".join(product["BulletPoints"])
-    for text in (product["Title"], bullets, product["Description"]):
-        if attribute in text.lower():
-            return True
-    return is_among(attribute, product["Attributes"])
+    texts = [product["Title"], " ".join(product["BulletPoints"]), product["Description"]]
+    contains = any(attribute in text.lower() for text in texts)
+    return contains or is_among(attribute, product["Attributes"])
 
 
 def is_among(wanted: str, texts: list[str]) -> bool:
