@@ -93,7 +93,7 @@ def explore_more(
     i: int,
 ) -> tuple[Trajectories, dict]:
     """Samples additional rollouts for DART. Difficult tasks, in which many of the first rollouts
-    failed, get more of them. If a task has n first rollouts, their indices start at n."""
+    failed, get more of them. Their indices start at the number of first rollouts."""
     s = run.settings
     episodes = []
     for expert, rollouts in by_task(experts, played):
@@ -157,8 +157,8 @@ def split_opening(t: Trajectory) -> tuple[list[dict], list[dict]]:
 
 
 def task_and_actions(t: Trajectory, env: Environment) -> tuple[str, ...]:
-    """Returns a tuple with the task and all actions of a trajectory, to detect duplicates. The
-    whitespace in actions is normalised."""
+    """Returns the task and all actions of a trajectory, with normalised whitespace, to detect
+    duplicates."""
     key = [t.task]
     for message in split_opening(t)[1]:
         if message["role"] == "assistant":

@@ -28,9 +28,8 @@ def count(text: str) -> int:
 
 
 def command(name: str, function: Callable) -> None:
-    """Calls `function` with the list of command-line arguments. If the user can fix an error, it is
-    printed as one line after the command's name, and the exit status is 2. Other errors are
-    raised."""
+    """Calls `function` with the list of command-line arguments. An error that the user can fix is
+    printed as one line after the command's name, and the exit status is 2."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if the output is piped to `head`
     for stream in sys.stdout, sys.stderr:  # escape characters that the terminal's encoding lacks
         stream.reconfigure(errors="backslashreplace")
@@ -48,8 +47,7 @@ def command(name: str, function: Callable) -> None:
 
 
 def config_of(run: Path) -> dict:
-    """Returns the content of a run's config.json. Raises UsageError if the folder does not contain
-    a run, for example if it is an agent's folder."""
+    """Returns the content of a run's config.json. Raises UsageError if the folder is not a run."""
     file = run / "config.json"
     config = read_json(file) if file.is_file() else {}
     if "settings" not in config:
@@ -114,11 +112,8 @@ def evaluations_in(phases: dict) -> list[dict]:
 
 
 def target_of(phases: dict) -> str:
-    """Returns the name of a run's target agent.
-
-    It is the agent called "target". If a modified copy of coevolve.py has renamed its agents, it is
-    the agent that the run evaluates first.
-    """
+    """Returns the name of a run's target agent: "target", or the agent that the run evaluates
+    first, if a modified copy of coevolve.py has renamed its agents."""
     names = [row["name"] for row in evaluations_in(phases)]
     return names[0] if names and "target" not in names else "target"
 

@@ -566,12 +566,14 @@ def test_failing_gold_queries_are_counted_before_a_run(own, tmp_path, wrong, lin
 
 
 class OtherSqlite:
-    """A build of sqlite without mathematical functions."""
+    """A build of sqlite without double-quoted strings or mathematical functions."""
 
     def __init__(self, *arguments, **options):
         self.db = sqlite3.connect(*arguments, **options)
 
     def execute(self, sql):
+        if '"a string"' in sql:
+            raise sqlite3.OperationalError('no such column: "a string"')
         if "pragma_function_list" in sql:
             return [("abs",), ("lower",)]
         return self.db.execute(sql)
@@ -580,7 +582,7 @@ class OtherSqlite:
         return getattr(self.db, name)
 
 
-def test_another_build_of_sqlite_is_completed(town, monkeypatch):
+def test_another_build_of_sqlite_is_refused_or_completed(own, town, monkeypatch):
     values = [f"{function}({number})" for number in ("2.5", "-2.5", "3", "0", "NULL", "'abc'")
               for function in ("ceil", "ceiling", "floor", "sqrt", "sign")]
     values += [f"{function}({x}, {y})" for x, y in ((7, 3), (2.5, -2), (-7, 2), (2, 0), ("NULL", 2))
@@ -590,6 +592,8 @@ def test_another_build_of_sqlite_is_completed(town, monkeypatch):
     monkeypatch.setattr(databases, "sqlite3", SimpleNamespace(**vars(sqlite3) | dict(connect=OtherSqlite)))
     with closing(databases.Sqlite("d", SCRIPT)) as other:
         assert other.run(query) == expected
+    with pytest.raises(UsageError, match="built without double-quoted strings.*or give --mysql-url"):
+        make("intercodesql", intercode_data=str(own))
 
 
 @pytest.fixture(scope="module", autouse=True)

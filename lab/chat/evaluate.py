@@ -346,9 +346,10 @@ def stop_if_all(refused: list, conversations: list) -> None:
 
 
 def examples(run: Run) -> list[dict]:
-    """Returns the messages of the --examples few-shot examples: the first successful expert
-    trajectories of tasks that the run does not evaluate. Only the first one contains the
-    environment's rules. With --protocol eto, the opening messages already have examples."""
+    """Returns the messages of the few-shot examples, whose number is --examples: the first
+    successful expert trajectories of tasks that the run does not evaluate. Only the first one
+    contains the environment's rules. With --protocol eto, the opening messages already have
+    examples."""
     env = run.env
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:

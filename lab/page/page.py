@@ -95,11 +95,8 @@ def hash_source(source: str) -> str:
 
 def conversations(run: Path, megabytes: float) -> dict:
     """Returns the data of the page's task browser: a list of tasks with their trajectories and
-    preference pairs, the most interesting tasks first.
-
-    If the compressed size exceeds `megabytes` MB, the trajectories of the remaining tasks are
-    listed without their messages.
-    """
+    preference pairs, the most interesting tasks first. Beyond a compressed size of `megabytes` MB,
+    trajectories have no messages."""
     s = config_of(run)["settings"]
     phases = phases_of(run)
     runs = defaultdict(dict)  # task -> (agent, iteration, rollout) -> trajectory
@@ -148,18 +145,18 @@ def name_of(row: dict) -> tuple:
 
 
 def pairs_in(run: Path, phases: dict, recorded: dict) -> Iterator[dict]:
-    """Yields the rows of a pairs file, whose phase has the record `recorded`.
+    """Yields the rows of the pairs file of a phase with the record `recorded`.
 
-    `trains` of a row is the agent that was trained on the pairs, or "" if none was. `first` and
-    `last` are the log-probabilities and the margin in the first and the last training step that
-    used the pair. They are absent if no step has used it.
+    `trains` of a row is the agent that was trained on the pairs, or "". `first` and `last` are the
+    log-probabilities and the margin in the first and the last training step that used the pair, if
+    a step has used it.
     """
     rows = {}
     for row in rows_in(run / recorded["output"]):
         if PAIR <= row.keys():
             rows[name_of_pair(row)] = row
-    # An agent was trained on these pairs if its margins.jsonl has no others. One agent's pairs may
-    # be a part of another's, so this holds for the agent with the most.
+    # Of the agents whose margins.jsonl has only these pairs, the one with the most was trained on
+    # them, because one agent's pairs may be a part of another's.
     trains, margins = "", {}
     for phase in phases_with(phases, "name", "steps"):
         logged = rows_in(run / phase["output"] / "margins.jsonl")

@@ -153,8 +153,8 @@ def table(
     facts: tuple[str, ...] = (),
 ) -> Table:
     """Returns a table with the means of measures over seeds, and the differences between the arms
-    in `compared`. There is a row for each arm or pair of arms, and values of the `keys`. The values
-    of `facts` are listed."""
+    in `compared`. There is a row for each arm or pair of arms, and values of the `keys`. A column
+    for each key in `facts` lists its values."""
     cells = []
     for name, values, group in numbers.single(rows, keys) + numbers.paired(rows, compared, keys):
         texts = [numbers.text_of(fact, group) for fact in facts]

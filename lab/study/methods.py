@@ -186,7 +186,7 @@ def named(given: list[tuple[str, Path]]) -> dict[str, Runs]:
 
 def finished(folder: Path) -> dict[str, Runs]:
     """Returns the finished runs of a study. Raises UsageError if two runs have different values of
-    a setting that both use. A setting that the arm or the preset of its method sets must only be
+    a setting that both use. A setting that the arm or the preset of its method sets only has to be
     the same for all seeds of the arm."""
     given = []
     first = {}  # (arm or "", setting) -> (first run that uses the setting, its value)
