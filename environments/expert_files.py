@@ -235,10 +235,12 @@ def published_task(env: Environment, name: str) -> str:
     The last number is that of the task. In ScienceWorld it is the variation, and the number before
     it is the index of the task type.
     """
+    form = "ETO's ids have the form webshop_17 or sciworld_0_12"
+    if re.search(r"(^|[\W_])-\d", name):
+        raise ValueError(f"id {name!r} has a negative number; {form}")
     numbers = [int(number) for number in re.findall("[0-9]+", name)]
     if len(numbers) < 1 + bool(env.published_types):
-        raise ValueError(f"id {name!r} has no number of a task; ETO's ids have the form webshop_17 "
-                         "or sciworld_0_12")
+        raise ValueError(f"id {name!r} has no number of a task; {form}")
     if env.published_types:
         return f"{env.name}-train-{env.published_types[numbers[-2]]}-{numbers[-1]}"
     return f"{env.name}-train-{numbers[-1]}"

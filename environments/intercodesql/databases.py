@@ -20,6 +20,7 @@ import sqlite3
 import struct
 import sys
 import time
+from contextlib import closing
 from urllib.parse import unquote, urlsplit
 
 from environments import UsageError
@@ -244,6 +245,17 @@ ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
     "mod nth_value ntile nullif percent_rank pow power rank replace round row_number rtrim sign "
     "sqrt substr substring sum total trim typeof upper".split())
+
+
+def check_sqlite() -> None:
+    """Raises UsageError if sqlite was built without double-quoted strings, which MySQL allows."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        try:
+            db.execute('SELECT "a string"')
+        except sqlite3.Error:
+            raise UsageError(f"--intercode-data: sqlite {sqlite3.sqlite_version} was "
+                             "built without double-quoted strings, which the gold queries have; "
+                             "use another Python, or give --mysql-url") from None
 
 
 class Sqlite:

@@ -14,6 +14,7 @@ from environments.intercodesql.databases import (
     TOO_LARGE,
     MySQL,
     Sqlite,
+    check_sqlite,
 )
 from environments.intercodesql.questions import sql_data, sql_expert
 from environments.intercodesql.spider import spider_data
@@ -75,6 +76,8 @@ class InterCodeSQL(Environment):
         self.splits = self.data.questions
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
         needed = {q["db"] for questions in self.splits.values() for q in questions.values()}
+        if intercode_data and not mysql_url:
+            check_sqlite()
         if not mysql_url and (missing := needed - self.data.databases.keys()):
             raise UsageError(f"--intercode-data: the dump has no database {min(missing)}; give one "
                              "that has it, as FOLDER/ic_spider_dbs.sql")

@@ -36,40 +36,25 @@ inventory; task - what you carry; what the task is
 wait - let ten steps pass; wait1 - one step
 When asked which of several objects you mean, answer with its number."""
 
-# {task type: (number of variations, maximum number of replies per episode [ETO])}. The maximum is 0
-# for types that ETO does not use. ETO's task ids contain the index of the type in this dict.
-SCIENCE_TASKS = {kind: (int(count), int(most)) for kind, count, most in map(str.split, """\
-boil 30 100
-change-the-state-of-matter-of 30 80
-freeze 30 80
-melt 30 80
-measure-melting-point-known-substance 436 120
-measure-melting-point-unknown-substance 300 0
-use-thermometer 540 30
-power-component 20 20
-power-component-renewable-vs-nonrenewable-energy 20 30
-test-conductivity 900 30
-test-conductivity-of-unknown-substances 600 30
-find-animal 300 15
-find-living-thing 300 15
-find-non-living-thing 300 15
-find-plant 300 15
-grow-fruit 126 60
-grow-plant 126 30
-chemistry-mix 32 60
-chemistry-mix-paint-secondary-color 36 15
-chemistry-mix-paint-tertiary-color 36 30
-lifespan-longest-lived 125 10
-lifespan-longest-lived-then-shortest-lived 125 12
-lifespan-shortest-lived 125 10
-identify-life-stages-1 14 30
-identify-life-stages-2 10 30
-inclined-plane-determine-angle 168 0
-inclined-plane-friction-named-surfaces 1386 0
-inclined-plane-friction-unnamed-surfaces 162 0
-mendelian-genetics-known-plant 120 0
-mendelian-genetics-unknown-plant 480 0
-""".splitlines())}
+# {task type: (number of variations, maximum number of replies per episode [ETO])}. The maximum is
+# None for types that ETO does not use. ETO's task ids contain the index of the type in this dict.
+SCIENCE_TASKS = {
+    "boil": (30, 100), "change-the-state-of-matter-of": (30, 80), "freeze": (30, 80),
+    "melt": (30, 80), "measure-melting-point-known-substance": (436, 120),
+    "measure-melting-point-unknown-substance": (300, None), "use-thermometer": (540, 30),
+    "power-component": (20, 20), "power-component-renewable-vs-nonrenewable-energy": (20, 30),
+    "test-conductivity": (900, 30), "test-conductivity-of-unknown-substances": (600, 30),
+    "find-animal": (300, 15), "find-living-thing": (300, 15), "find-non-living-thing": (300, 15),
+    "find-plant": (300, 15), "grow-fruit": (126, 60), "grow-plant": (126, 30),
+    "chemistry-mix": (32, 60), "chemistry-mix-paint-secondary-color": (36, 15),
+    "chemistry-mix-paint-tertiary-color": (36, 30), "lifespan-longest-lived": (125, 10),
+    "lifespan-longest-lived-then-shortest-lived": (125, 12), "lifespan-shortest-lived": (125, 10),
+    "identify-life-stages-1": (14, 30), "identify-life-stages-2": (10, 30),
+    "inclined-plane-determine-angle": (168, None),
+    "inclined-plane-friction-named-surfaces": (1386, None),
+    "inclined-plane-friction-unnamed-surfaces": (162, None),
+    "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
+}
 # An episode ends when the simulator has counted more than 200 moves [ETO]. Most actions are one
 # move, but `wait` counts as 11 moves.
 MOST_MOVES = 200
