@@ -15,7 +15,7 @@ import time
 from ast import literal_eval
 from collections import Counter
 from contextlib import closing, suppress
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 from conftest import DATA, ROOT, folder_of, program, refusal, refused, table, wait_until
@@ -413,10 +413,12 @@ QUERIES = ["", *lines("\n".join(ATTACKS.values()))]
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}|Decimal\('\d{1,7}'\)|'a'),\)\]|None")
 
 
-def assert_harmless(ask, sql):
+def assert_harmless(db, ask, sql):
     text = str(ask(sql))
     assert SECRET not in text and "root:" not in text
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
+    assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
+    assert db.run("SHOW TABLES") == [("baker",), ("town",)]
 
 
 def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
@@ -427,11 +429,9 @@ def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
         for asked in ("run", "execute")[not databases.read_only_error(sql):]:  # else they are one
             with closing(databases.Sqlite("d", SCRIPT)) as db:
                 started = time.process_time()
-                assert_harmless(getattr(db, asked), sql)
+                assert_harmless(db, getattr(db, asked), sql)
                 # Seconds of CPU, and a hundred times the limit: one step may take longer than it.
                 assert time.process_time() - started < 30, sql[:80]
-                assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
-                assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -553,33 +553,25 @@ def own(tmp_path_factory):
 
 @pytest.mark.parametrize("wrong, line", [
     (0, "$"), (1, "1 of 50 gold queries fail, such as 'SELECT x"), (2, "--intercode-data: 2 of 50 gold queries fail")])
-def test_failing_gold_queries_are_counted_before_a_run(own, tmp_path, wrong, line):
+def test_failing_gold_queries_are_counted_before_a_run(own, wrong, line):
     """More than 2 % are refused."""
+    env = make("intercodesql", intercode_data=str(own))
     asked = json.loads((own / "ic_spider_dev.json").read_text())
-    for question in asked[:wrong]:
-        question["gold"] = "SELECT x FROM nowhere"
-    (tmp_path / "ic_spider_dev.json").write_text(json.dumps(asked))
-    shutil.copy(own / "ic_spider_dbs.sql", tmp_path)
-    env = make("intercodesql", intercode_data=str(tmp_path))
-    said = refusal(env.check, [*env.splits]) if wrong == 2 else env.check([*env.splits])
+    asked[:wrong] = [dict(asked[0], gold="SELECT x FROM nowhere")] * wrong
+    env.splits = {"train": dict(enumerate(asked))}
+    said = refusal(env.check, ["train"]) if wrong == 2 else env.check(["train"])
     assert re.match(line, said)
 
 
-class OtherSqlite:
+class OtherSqlite(sqlite3.Connection):
     """A build of sqlite without double-quoted strings or mathematical functions."""
-
-    def __init__(self, *arguments, **options):
-        self.db = sqlite3.connect(*arguments, **options)
 
     def execute(self, sql):
         if '"a string"' in sql:
             raise sqlite3.OperationalError('no such column: "a string"')
         if "pragma_function_list" in sql:
             return [("abs",), ("lower",)]
-        return self.db.execute(sql)
-
-    def __getattr__(self, name):
-        return getattr(self.db, name)
+        return super().execute(sql)
 
 
 def test_another_build_of_sqlite_is_refused_or_completed(own, town, monkeypatch):
@@ -587,7 +579,7 @@ def test_another_build_of_sqlite_is_refused_or_completed(own, town, monkeypatch)
              "sqrt(2.5), sqrt(-2.5), sqrt(NULL), sign(2.5), sign(-3), sign(0), sign('abc'), pow(7, 3), pow(2.5, -2), "
              "power(-7, 2), power(NULL, 2), mod(7, 3), mod(2.5, -2), mod(-7, 2), mod(2, 0), mod(NULL, 2)")
     expected = town.run(query)
-    monkeypatch.setattr(databases, "sqlite3", SimpleNamespace(**vars(sqlite3) | dict(connect=OtherSqlite)))
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=OtherSqlite))
     with closing(databases.Sqlite("d", SCRIPT)) as other:
         assert other.run(query) == expected
     with pytest.raises(UsageError, match="built without double-quoted strings.*or give --mysql-url"):
@@ -709,9 +701,7 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
                f"'{databases.database_user(mariadb, 'd')}'")
     for sql in QUERIES:
         with closing(databases.MySQL("d", mariadb)) as db:
-            assert_harmless(db.run, sql)
-            assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
-            assert db.run("SHOW TABLES") == [("baker",), ("town",)]
+            assert_harmless(db, db.run, sql)
         wait_until(lambda: not root_query(mariadb, running), f"this query to end: {sql[:80]}")
 
 
@@ -736,8 +726,7 @@ def test_mariadb_refuses_attacks_without_the_check(mariadb):
             SET GLOBAL max_connections = 1"""):
         with closing(databases.MySQL("d", mariadb)) as db:
             assert str(db.execute(sql)).startswith("Error"), sql
-            assert str(db.run("SELECT * FROM town")) == TOWNS
-            assert db.execute("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
+            assert_harmless(db, db.execute, "SELECT LOAD_FILE('/etc/passwd')")
     assert root_query(mariadb, count) == before
     user = databases.database_user(mariadb, "world_1")  # in a GRANT an underscore stands for any character
     grants = root_query(mariadb, f"SHOW GRANTS FOR {user}@'%'")
