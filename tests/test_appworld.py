@@ -344,7 +344,7 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
 
 
 def test_an_episode_becomes_a_task_with_what_ran_and_changed_something(generator):
-    """Calls that were not executed count for nothing."""
+    """Calls that were not executed are ignored."""
     replies = ["I look.", *map(block, ["apis.notes.show_hour()", "apis.none.nothing()", NOTE])]
     assert generator.patterns("a", [*replies, block("1 / 0\napis.notes.show_hour()")]) == {
         "notes.show_hour", "notes.create_note", "notes.show_hour, notes.create_note"}

@@ -433,8 +433,8 @@ def turns_of(names):
 
 
 def test_an_episode_becomes_a_task_of_one_turn_and_one_of_several(files):
-    """They have the calls that changed something or showed a value of a later call, and the last one.
-    """
+    """Each has the last call, and the earlier calls that changed a state or returned an argument of a
+    later call."""
     env, generator, task, _ = files
     replies = script(turns_of("mkdir; ls pwd cd cat; touch ls"))
     names = ["mkdir", "ls", "pwd", "cd", "touch", "ls"]

@@ -258,7 +258,7 @@ def by_value(answer):
 
 
 def test_built_in_databases_answer_as_mariadb_10_11_did():
-    """MariaDB was asked what models ask."""
+    """The queries are of the kinds that models send."""
     with closing(databases.Sqlite("farm_1", FARM["script"])) as farm:
         for sql, answer in FARM["answers"]:
             assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
@@ -339,7 +339,7 @@ TEXT_R = "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT"
 DOUBLED = ("WITH RECURSIVE r(x, n) AS (SELECT 'a', 1 UNION ALL SELECT CONCAT(x, x), n + 1 FROM r "
            "WHERE n < 14) SELECT SUM(LENGTH(")
 TIMES_TOWNS = ")) FROM r, " + ", ".join(f"town t{i}" for i in range(12)) + " WHERE n = 14"
-ATTACKS = {  # what they would do -> one query a class
+ATTACKS = {  # purpose -> queries, one of each kind
     "write": """
         INSERT INTO town VALUES (9, 'x', 1)
         CREATE TEMP TABLE z AS SELECT 1
@@ -455,7 +455,7 @@ LEGAL = lines("""
     -- the sites⏎SELECT site FROM town
     SELECT site -- sleep(1) for update⏎FROM town /* lock in share mode */
     WITH a AS (SELECT site FROM town) SELECT site FROM a
-""")  # of which the words would be none in code
+""")  # their texts, names and comments have words that are refused in code
 MARIADBS = lines("""
     (SELECT site FROM town)
     # the sites⏎SELECT site FROM town
@@ -666,7 +666,7 @@ def plain(rows):
 
 @pytest.mark.parametrize("real, failing, unlike", [(False, "$", 0), (True, "6 of 1034 gold queries fail", 41)])
 def test_most_gold_queries_are_answered_alike_by_mariadb_and_sqlite(mariadb, own, real, failing, unlike):
-    """Of InterCode's, MariaDB refuses the syntax of 6."""
+    """MariaDB refuses the syntax of 6 of InterCode's gold queries."""
     if real:
         own = folder_of("INTERCODE_DATA")
         load(mariadb, own / "ic_spider_dbs.sql")
@@ -807,7 +807,7 @@ def test_a_user_without_privileges_gets_the_remedy(mariadb, tmp_path, monkeypatc
 
 
 def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
-    """Over a whole load, which ends between a parent table and its child's rows, and over that."""
+    """The load before it ended between a parent table and the rows of its child."""
     whole = (own / "ic_spider_dbs.sql").read_text(encoding="utf-8")
     (tmp_path / "cut.sql").write_text(whole[:whole.index("INSERT INTO farmers")])
 
@@ -823,7 +823,7 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, capsys):
-    """Neither its files nor what it prints."""
+    """Neither its files nor its output contain the password."""
     program(*f"""--env intercodesql --model {small_model} --intercode-data {own} --view short --method eto
                  --train-tasks 3 --eval-tasks 2 --iterations 1 --max-tokens 512 --max-new-tokens 8
                  --mysql-url {mariadb} --out {tmp_path}""".split())

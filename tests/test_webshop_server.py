@@ -270,7 +270,7 @@ def test_the_requests_of_an_episode(official):
 
 
 def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_path):
-    """A goal in no list is of the validation."""
+    """A goal that is in no list belongs to the split validation."""
     def shop(folder=None):
         return make("webshop", webshop_url=f"{official.url}/", split_file=folder)
 
