@@ -76,8 +76,8 @@ def test_a_new_environment_inherits_the_defaults_of_Environment():
     assert env.step("red") == envs.Step("again", 0.0, False)
     assert env.step("blue").done
     assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
-    for missing, *given in ([env.expert], [env.task_generator], [env.tasks, "dev"]):
-        assert re.fullmatch("echo: .*", refusal(missing, *given))
+    for missing in env.expert, env.task_generator, lambda: env.tasks("dev"):
+        assert re.fullmatch("echo: .*", refusal(missing))
 
 
 def test_an_added_task_has_one_id_which_no_other_object_knows():
