@@ -344,7 +344,7 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
 
 
 def test_an_episode_becomes_a_task_with_what_ran_and_changed_something(generator):
-    """Calls that were not executed count for nothing."""
+    """Calls that were not executed are ignored."""
     replies = ["I look.", *map(block, ["apis.notes.show_hour()", "apis.none.nothing()", NOTE])]
     assert generator.patterns("a", [*replies, block("1 / 0\napis.notes.show_hour()")]) == {
         "notes.show_hour", "notes.create_note", "notes.show_hour, notes.create_note"}
@@ -363,10 +363,12 @@ def test_what_an_explorer_wrote_becomes_a_task_or_is_refused(generator):
 
     assert written(block(NOTE))["task"] == NEW and generator.refusal(NEW) is None
     assert written("a b") is written("-" * 9000 + "1") is None
-    for wrong, named in [
-            (dict(start="b"), "no start state of a training task"), (dict(text="count my notes"), "a task of a split"),
-            (dict(code=[DONE]), "has 1 parts"), (dict(code=["a b", DONE]), "no Python")]:
-        assert named in generator.refusal(NEW | wrong)
+    for wrong, reason in table("""
+            {"start": "b"} -> 'b' is no start state of a training task
+            {"text": "count my notes"} -> a task of a split
+            {"code": ["x"]} -> its solution has 1 parts, not 2 to 30
+            {"code": ["a b", "x"]} -> a part of its solution is no Python"""):
+        assert generator.refusal(NEW | json.loads(wrong)) == reason
 
 
 @pytest.mark.parametrize("one, other, same", table("""

@@ -37,20 +37,14 @@ from environments.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_stat
 from environments.bfcl.environment import Bfcl  # noqa: E402
 
 PACKAGE = Path(package.__file__).parents[2]
-ROWS = {}      # the package's id -> its test entry
-TRUTHS = {}    # the package's id -> its ground truth
+ROWS, TRUTHS = {}, {}  # the package's test entries and ground truths by their keys here
 for category in CATEGORIES:
     name = f"BFCL_v4_multi_turn_{category}.json"
     for folder, found in (("data", ROWS), ("data/possible_answer", TRUTHS)):
         for line in (PACKAGE / folder / name).read_text().splitlines():
             row = json.loads(line)
-            found[row["id"]] = row if found is ROWS else row["ground_truth"]
+            found[row["id"].removeprefix("multi_turn_").replace("_", "-")] = row
 TASKS = [(key, task) for category in CATEGORIES for key, task in tasks(category).items()]
-
-
-def package_id(key):
-    category, _, number = key.rpartition("-")
-    return f"multi_turn_{category.replace('-', '_')}_{number}"
 
 
 def forget():
@@ -61,10 +55,9 @@ def forget():
 
 def package_run(key, calls):
     """Returns the package's results of calls, which are Python, and its simulators."""
-    id = package_id(key)
+    row = ROWS[key]
     return package.execute_multi_turn_func_call(
-        calls, ROWS[id]["initial_config"], ROWS[id]["involved_classes"], "m", id,
-        long_context="long_context" in id)
+        calls, row["initial_config"], row["involved_classes"], "m", row["id"], long_context="long" in key)
 
 
 def as_python(call):
@@ -75,9 +68,9 @@ def as_python(call):
 def verdict(key, turns):
     """Returns the package's verdict on replies, which are lists of calls, turn by turn."""
     forget()
-    id = package_id(key)
     said = [[[as_python(call) for call in reply] for reply in turn] for turn in turns]
-    return checker.multi_turn_checker(said, TRUTHS[id], ROWS[id], id.rpartition("_")[0], "m")["valid"]
+    category = ROWS[key]["id"].rpartition("_")[0]
+    return checker.multi_turn_checker(said, TRUTHS[key]["ground_truth"], ROWS[key], category, "m")["valid"]
 
 
 @functools.cache
@@ -106,7 +99,7 @@ def test_every_call_of_the_ground_truths_returns_and_leaves_what_the_packages_ex
     for key, task in TASKS:
         forget()
         ours = Simulators(task["start"])
-        for theirs, calls in zip(TRUTHS[package_id(key)], task["calls"], strict=True):
+        for theirs, calls in zip(TRUTHS[key]["ground_truth"], task["calls"], strict=True):
             results, instances = package_run(key, theirs)
             assert [ours.run(call) for call in calls] == results, key
             assert checker.state_checker(ours.instances, instances)["valid"], key
@@ -440,8 +433,8 @@ def turns_of(names):
 
 
 def test_an_episode_becomes_a_task_of_one_turn_and_one_of_several(files):
-    """They have the calls that changed something or showed a value of a later call, and the last one.
-    """
+    """Each has the last call, and the earlier calls that changed a state or returned an argument of a
+    later call."""
     env, generator, task, _ = files
     replies = script(turns_of("mkdir; ls pwd cd cat; touch ls"))
     names = ["mkdir", "ls", "pwd", "cd", "touch", "ls"]
@@ -463,11 +456,10 @@ def test_planted_proposals_are_refused(files):
     spelled = deepcopy(calls)
     find, = (call for call in sum(spelled, []) if call["name"] == "find")
     find["arguments"]["name"] = "None"
-    for wrong, named in [
-            (dict(start="base-47"), "no start state of a training task"),
-            (dict(calls=calls), "a task of a split"), (dict(calls=spelled), "a task of a split"),
-            (dict(calls=turns_of("rm")), "no function '_load_scenario'"), (dict(calls=turns_of("cd()")), "a call is")]:
-        assert named in generator.refusal({**new, **wrong})
+    for wrong, named in ((calls, "a task of a split"), (spelled, "a task of a split"),
+                         (turns_of("rm"), "no function '_load_scenario'"), (turns_of("cd()"), "a call is")):
+        assert named in generator.refusal(new | dict(calls=wrong))
+    assert "no start state of a training task" in generator.refusal(new | dict(start="base-47"))
 
 
 @pytest.mark.parametrize("calls, solution, reason", table("""

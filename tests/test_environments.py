@@ -76,8 +76,8 @@ def test_a_new_environment_inherits_the_defaults_of_Environment():
     assert env.step("red") == envs.Step("again", 0.0, False)
     assert env.step("blue").done
     assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
-    for missing, *given in ([env.expert], [env.task_generator], [env.tasks, "dev"]):
-        assert re.fullmatch("echo: .*", refusal(missing, *given))
+    for missing in env.expert, env.task_generator, lambda: env.tasks("dev"):
+        assert re.fullmatch("echo: .*", refusal(missing))
 
 
 def test_an_added_task_has_one_id_which_no_other_object_knows():
@@ -121,7 +121,7 @@ def test_an_added_task_has_one_id_which_no_other_object_knows():
     ```python⏎a⏎b⏎``` -> a⏎b
 """))
 def test_an_action_is_found_in_every_form_of_reply(reply, action):
-    """Of several rounds, the first counts: the next was written without the page in between."""
+    """Of several actions the first counts. The others were written before the next page was shown."""
     reply = reply.replace("␍", "\r").replace("⏎", "\n")
     assert Echo().action(reply) == action.replace("⏎", "\n")
 

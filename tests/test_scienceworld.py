@@ -199,12 +199,11 @@ def test_an_episode_resumes_after_its_simulator_dies(env):
 def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
     env, options = ScienceWorld("short"), science._Simulator.options
     monkeypatch.setattr(ScienceWorld, "_idle", [])
-    monkeypatch.setattr(science._Simulator, "options", ["-Xmx12m", *options[1:]])
-    with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died.*memory"):
-        env.reset(TASKS[1])
-    monkeypatch.setattr(science._Simulator, "options", ["-no-such-option"])
-    with pytest.raises(envs.EnvError, match="-version"):
-        env.reset(TASKS[1])
+    for wrong, says in ((["-Xmx12m", *options[1:]], "find-animal 150: the simulator died.*memory"),
+                        (["-no-such-option"], "-version")):
+        monkeypatch.setattr(science._Simulator, "options", wrong)
+        with pytest.raises(envs.EnvError, match=says):
+            env.reset(TASKS[1])
     monkeypatch.setattr(science._Simulator, "options", options)
     assert env.reset(TASKS[1])
     env._simulator.stop()

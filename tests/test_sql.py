@@ -15,7 +15,7 @@ import time
 from ast import literal_eval
 from collections import Counter
 from contextlib import closing, suppress
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 from conftest import DATA, ROOT, folder_of, program, refusal, refused, table, wait_until
@@ -258,7 +258,7 @@ def by_value(answer):
 
 
 def test_built_in_databases_answer_as_mariadb_10_11_did():
-    """MariaDB was asked what models ask."""
+    """The queries are of the kinds that models send."""
     with closing(databases.Sqlite("farm_1", FARM["script"])) as farm:
         for sql, answer in FARM["answers"]:
             assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
@@ -339,7 +339,7 @@ TEXT_R = "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT"
 DOUBLED = ("WITH RECURSIVE r(x, n) AS (SELECT 'a', 1 UNION ALL SELECT CONCAT(x, x), n + 1 FROM r "
            "WHERE n < 14) SELECT SUM(LENGTH(")
 TIMES_TOWNS = ")) FROM r, " + ", ".join(f"town t{i}" for i in range(12)) + " WHERE n = 14"
-ATTACKS = {  # what they would do -> one query a class
+ATTACKS = {  # purpose -> queries, one of each kind
     "write": """
         INSERT INTO town VALUES (9, 'x', 1)
         CREATE TEMP TABLE z AS SELECT 1
@@ -413,10 +413,12 @@ QUERIES = ["", *lines("\n".join(ATTACKS.values()))]
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}|Decimal\('\d{1,7}'\)|'a'),\)\]|None")
 
 
-def assert_harmless(ask, sql):
+def assert_harmless(db, ask, sql):
     text = str(ask(sql))
     assert SECRET not in text and "root:" not in text
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
+    assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
+    assert db.run("SHOW TABLES") == [("baker",), ("town",)]
 
 
 def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
@@ -427,11 +429,9 @@ def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
         for asked in ("run", "execute")[not databases.read_only_error(sql):]:  # else they are one
             with closing(databases.Sqlite("d", SCRIPT)) as db:
                 started = time.process_time()
-                assert_harmless(getattr(db, asked), sql)
+                assert_harmless(db, getattr(db, asked), sql)
                 # Seconds of CPU, and a hundred times the limit: one step may take longer than it.
                 assert time.process_time() - started < 30, sql[:80]
-                assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
-                assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -455,7 +455,7 @@ LEGAL = lines("""
     -- the sites⏎SELECT site FROM town
     SELECT site -- sleep(1) for update⏎FROM town /* lock in share mode */
     WITH a AS (SELECT site FROM town) SELECT site FROM a
-""")  # of which the words would be none in code
+""")  # their texts, names and comments have words that are refused in code
 MARIADBS = lines("""
     (SELECT site FROM town)
     # the sites⏎SELECT site FROM town
@@ -553,33 +553,25 @@ def own(tmp_path_factory):
 
 @pytest.mark.parametrize("wrong, line", [
     (0, "$"), (1, "1 of 50 gold queries fail, such as 'SELECT x"), (2, "--intercode-data: 2 of 50 gold queries fail")])
-def test_failing_gold_queries_are_counted_before_a_run(own, tmp_path, wrong, line):
+def test_failing_gold_queries_are_counted_before_a_run(own, wrong, line):
     """More than 2 % are refused."""
+    env = make("intercodesql", intercode_data=str(own))
     asked = json.loads((own / "ic_spider_dev.json").read_text())
-    for question in asked[:wrong]:
-        question["gold"] = "SELECT x FROM nowhere"
-    (tmp_path / "ic_spider_dev.json").write_text(json.dumps(asked))
-    shutil.copy(own / "ic_spider_dbs.sql", tmp_path)
-    env = make("intercodesql", intercode_data=str(tmp_path))
-    said = refusal(env.check, [*env.splits]) if wrong == 2 else env.check([*env.splits])
+    asked[:wrong] = [dict(asked[0], gold="SELECT x FROM nowhere")] * wrong
+    env.splits = {"train": dict(enumerate(asked))}
+    said = refusal(env.check, ["train"]) if wrong == 2 else env.check(["train"])
     assert re.match(line, said)
 
 
-class OtherSqlite:
+class OtherSqlite(sqlite3.Connection):
     """A build of sqlite without double-quoted strings or mathematical functions."""
-
-    def __init__(self, *arguments, **options):
-        self.db = sqlite3.connect(*arguments, **options)
 
     def execute(self, sql):
         if '"a string"' in sql:
             raise sqlite3.OperationalError('no such column: "a string"')
         if "pragma_function_list" in sql:
             return [("abs",), ("lower",)]
-        return self.db.execute(sql)
-
-    def __getattr__(self, name):
-        return getattr(self.db, name)
+        return super().execute(sql)
 
 
 def test_another_build_of_sqlite_is_refused_or_completed(own, town, monkeypatch):
@@ -589,7 +581,7 @@ def test_another_build_of_sqlite_is_refused_or_completed(own, town, monkeypatch)
                for function in ("pow", "power", "mod")]
     query = f"SELECT {', '.join(values)}"
     expected = town.run(query)
-    monkeypatch.setattr(databases, "sqlite3", SimpleNamespace(**vars(sqlite3) | dict(connect=OtherSqlite)))
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=OtherSqlite))
     with closing(databases.Sqlite("d", SCRIPT)) as other:
         assert other.run(query) == expected
     with pytest.raises(UsageError, match="built without double-quoted strings.*or give --mysql-url"):
@@ -674,25 +666,21 @@ def plain(rows):
     return Counter(tuple(map(as_text, row)) for row in rows)
 
 
-@pytest.mark.parametrize("real, failing, below, unlike", [(False, 0, 0, 0), (True, 6, 4, 41)])
-def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(
-        mariadb, own, real, failing, below, unlike):
-    """Of InterCode's, MariaDB refuses the syntax of 6. In 4, LIMIT chooses among rows of equal order."""
+@pytest.mark.parametrize("real, failing, unlike", [(False, "$", 0), (True, "6 of 1034 gold queries fail", 41)])
+def test_most_gold_queries_are_answered_alike_by_mariadb_and_sqlite(mariadb, own, real, failing, unlike):
+    """MariaDB refuses the syntax of 6 of InterCode's gold queries."""
     if real:
         own = folder_of("INTERCODE_DATA")
         load(mariadb, own / "ic_spider_dbs.sql")
     env = make("intercodesql", intercode_data=str(own), mysql_url=mariadb)
-    found = Counter()
+    assert re.match(failing, env.check([*env.splits]))
+    found = 0
     for question in (env.find(task) for split in env.splits for task in env.tasks(split)):
-        env.start(question)
-        if env.step(act(question["gold"])).observation.startswith("Error"):
-            found["failing"] += 1
-            continue
-        with closing(databases.Sqlite("d", env.data.databases[question["db"]])) as embedded:
-            found["unlike"] += plain(env.last_answer) != plain(embedded.run(question["gold"]))
-        found["below"] += submitted(env).reward != 1
-    env.close()
-    assert found["failing"] == failing and found["below"] <= below and found["unlike"] <= unlike
+        db, gold = question["db"], question["gold"]
+        with closing(env.database(db)) as server, closing(databases.Sqlite(db, env.data.databases[db])) as embedded:
+            answer = server.run(gold)
+            found += isinstance(answer, list) and plain(answer) != plain(embedded.run(gold))
+    assert found <= unlike
 
 
 def test_the_mode_of_a_server_makes_no_difference(mariadb):
@@ -715,9 +703,7 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
                f"'{databases.database_user(mariadb, 'd')}'")
     for sql in QUERIES:
         with closing(databases.MySQL("d", mariadb)) as db:
-            assert_harmless(db.run, sql)
-            assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
-            assert db.run("SHOW TABLES") == [("baker",), ("town",)]
+            assert_harmless(db, db.run, sql)
         wait_until(lambda: not root_query(mariadb, running), f"this query to end: {sql[:80]}")
 
 
@@ -742,8 +728,7 @@ def test_mariadb_refuses_attacks_without_the_check(mariadb):
             SET GLOBAL max_connections = 1"""):
         with closing(databases.MySQL("d", mariadb)) as db:
             assert str(db.execute(sql)).startswith("Error"), sql
-            assert str(db.run("SELECT * FROM town")) == TOWNS
-            assert db.execute("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
+            assert_harmless(db, db.execute, "SELECT LOAD_FILE('/etc/passwd')")
     assert root_query(mariadb, count) == before
     user = databases.database_user(mariadb, "world_1")  # in a GRANT an underscore stands for any character
     grants = root_query(mariadb, f"SHOW GRANTS FOR {user}@'%'")
@@ -824,7 +809,7 @@ def test_a_user_without_privileges_gets_the_remedy(mariadb, tmp_path, monkeypatc
 
 
 def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
-    """Over a whole load, which ends between a parent table and its child's rows, and over that."""
+    """The load before it ended between a parent table and the rows of its child."""
     whole = (own / "ic_spider_dbs.sql").read_text(encoding="utf-8")
     (tmp_path / "cut.sql").write_text(whole[:whole.index("INSERT INTO farmers")])
 
@@ -840,7 +825,7 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, capsys):
-    """Neither its files nor what it prints."""
+    """Neither its files nor its output contain the password."""
     program(*f"""--env intercodesql --model {small_model} --intercode-data {own} --view short --method eto
                  --train-tasks 3 --eval-tasks 2 --iterations 1 --max-tokens 512 --max-new-tokens 8
                  --mysql-url {mariadb} --out {tmp_path}""".split())

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import DATA, ROOT, table
@@ -33,7 +34,7 @@ KETTLE = {"name": "Enamel Kettle", "Title": "Enamel Kettle", "query": "kettle",
           "product_category": CATEGORY, "Attributes": ["easy clean"],
           "BulletPoints": ["Stays cool"], "Description": "Drip free."}
 WANT = {"name": "Enamel Kettle", "query": "kettle", "price_upper": 30.0,
-        "product_category": CATEGORY,
+        "product_category": CATEGORY, "instruction": "i need a kettle",
         "attributes": ["easy clean", "drip free"], "goal_options": ["navy", "large"]}
 
 
@@ -44,7 +45,7 @@ SMALL = catalogue.ShopData(
         {**KETTLE, "asin": "B0BBBBBBBB", "Title": "Copper Kettle", "price": 20.5, "options": {}},
         {**KETTLE, "asin": "B0CCCCCCCC", "Title": "Kettle", "price": 9.0, "options": {},
          "BulletPoints": []}],
-    goals={"train": [{**WANT, "instruction": "i need a kettle"}], "test": []})
+    goals={"train": [WANT], "test": []})
 HEAD = "Instruction: [SEP] i need a kettle [SEP] Back to Search [SEP] "
 SEARCH = "WebShop [SEP] Instruction: [SEP] i need a kettle [SEP] Search"
 PAGE_1 = HEAD + ("Page 1 (Total results: 3) [SEP] Next > [SEP] B0CCCCCCCC [SEP] Kettle [SEP] $9.0 "
@@ -92,14 +93,10 @@ def test_text_of_every_kind_of_page(actions, text):
 
 def test_of_options_that_share_a_value_the_last_is_chosen():
     """By the official rule: a dictionary of values, in which later options replace earlier ones."""
-    options = {"color": ["natural", "black"], "shade color": ["natural", "white"],
-               "size": ["natural", "large"]}
-    product = {**KETTLE, "asin": "B0AAAAAAAA", "price": 20.0, "options": options}
-    goal = {**WANT, "attributes": ["easy clean"], "goal_options": ["natural", "large", "black"],
-            "instruction": "i need a kettle"}
-    _, steps = small_shop(f"{OPEN}; click[natural]; click[black]; click[Buy Now]",
-                          data=catalogue.ShopData([product], {"train": [goal], "test": []}))
-    assert steps[-1].reward == 0.8  # 1 attribute, 2 options, the price of 5
+    product = SMALL.products[0] | {"options": {"color": ["navy", "large"], "size": ["large"]}}
+    _, steps = small_shop(f"{OPEN}; click[large]; click[navy]; click[Buy Now]",
+                          data=replace(SMALL, products=[product]))
+    assert steps[-1].reward == 4 / 5  # 2 attributes, navy and large
 
 
 @pytest.mark.parametrize("before, action, why", table(f"""

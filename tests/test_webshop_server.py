@@ -270,15 +270,14 @@ def test_the_requests_of_an_episode(official):
 
 
 def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_path):
-    """A goal in no list is of the validation."""
+    """A goal that is in no list belongs to the split validation."""
     def shop(folder=None):
         return make("webshop", webshop_url=f"{official.url}/", split_file=folder)
 
     (tmp_path / "train_indices.json").write_text("[501, 3]")
-    for wrong in ("", "{", "[]"):
-        (tmp_path / "test_indices.json").write_text(wrong)
+    for content in "{", "[]", "[500, 2]":  # first the file is missing, then each content but the last is wrong
         assert re.match(f"--split-file {tmp_path}/test_indices.json: ", refusal(shop, str(tmp_path)))
-    (tmp_path / "test_indices.json").write_text("[500, 2]")
+        (tmp_path / "test_indices.json").write_text(content)
     listed = shop(str(tmp_path))
     for env, train, validation, test in (
             (shop(), range(1500, 3124), range(500, 1500), range(500)), (listed, (501, 3), range(502, 1500), (500, 2))):
@@ -294,6 +293,7 @@ PAGE = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dolla
 @pytest.mark.parametrize("text, same", table(f"""
     {PAGE} -> True
     {PAGE.upper()} -> True
+    Task Description: {PAGE} -> True
     {PAGE.replace("a hat", "a  hat")} -> True
     {PAGE.replace("30.00", "120.00")} -> True
     {PAGE.replace(", and price lower than 30.00 dollars", "")} -> True
