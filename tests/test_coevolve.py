@@ -148,15 +148,15 @@ def encoder():
     return Encoder(make_tokenizer("chatml"))
 
 
-def played(encoder, agent, reward, replies, task="a", iteration=1, ended="done"):
+def played(encoder, agent, reward, replies, task="a", ended="done"):
     """Returns a trajectory of some replies. Each has two or more tokens and an end of turn."""
     messages = [dict(role="user", content="find a mug")]
     for n in range(replies):
-        messages.append(dict(role="assistant", content=f"click[{agent} {n}]"))
-        messages.append(dict(role="user", content="Page 1"))
+        messages += [dict(role="assistant", content=f"click[{agent} {n}]"),
+                     dict(role="user", content="Page 1")]
     ids, mask = encoder.encode(messages[:-1], 1)
-    return Trajectory(task, agent, iteration, ids=ids, action_mask=mask, reward=reward,
-                      turns=replies, ended=ended)
+    return Trajectory(task, agent, 1, ids=ids, action_mask=mask, reward=reward, turns=replies,
+                      ended=ended)
 
 
 def test_groups_have_each_trajectory_once_and_truncate_rejected_ones(encoder):
@@ -356,20 +356,18 @@ def test_another_first_loss_and_a_gradient_of_0_are_named(toy_run, monkeypatch, 
     toy_run("--temperature", 2)
     said = capsys.readouterr().out
     for agent in "target", "failure":
-        named = f"iter1/{agent}-agent: the first DPO loss is 1.386, and Eq. (7) gives 0.693"
-        assert said.count(named) == 1
+        assert f"iter1/{agent}-agent: the first DPO loss is 1.386, and Eq. (7) gives 0.693" in said
     assert said.count("gradient was 0") == 1
     assert "iter1/failure-agent: the gradient was 0 in all steps" in said
 
 
-def test_a_fixed_failure_agent_from_a_folder(toy_run, small_model):
+def test_a_fixed_failure_agent_from_a_folder(toy_run, toy):
     """It is not trained, stays as it is, and its training log is not copied."""
-    given = {path.name: path.read_bytes() for path in small_model.iterdir()}
-    (small_model / "train.jsonl").write_text("{}\n")
-    out = toy_run("--failure-from", small_model, "--d-fail", "none")
-    (small_model / "train.jsonl").unlink()
+    given = toy[0] / "sft-failure"
+    out = toy_run("--failure-from", given, "--d-fail", "none")
     assert read_jsonl(out / "iter1/pairs-failure.jsonl") == [] and not (out / "sft-failure").exists()
-    assert given == {path.name: path.read_bytes() for path in (out / "iter1/failure-agent").iterdir()}
+    own = {path.name: path.read_bytes() for path in given.iterdir() if path.suffix != ".jsonl"}
+    assert own == {path.name: path.read_bytes() for path in (out / "iter1/failure-agent").iterdir()}
 
 
 # --------------------------------------------------------------------------- experts and settings
