@@ -159,21 +159,28 @@ def test_questions_of_a_split_or_without_an_answer_are_refused():
     train, evaluated = env.find(env.tasks("train")[0]), env.find(env.tasks("test")[0])
     gold, new = train["gold"], dict(train, query="x", gold="SELECT MAX(rooms) FROM farms")
     assert generator.refusal(new) is None
-    for says, field, texts in (
-            ("a question of a split", "gold", (gold, gold.lower(), f"{gold}/* x */",
-                                               gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
-            ("a question of a split", "query", (train["query"].upper() + " ", f"{evaluated['query']}?")),
-            ("a held-out noun", "query", ["how many clocks"]),
-            ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
-            ("cannot be run", "gold", (
-                "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0",
-                "select 1 from farms where 1 = 1",
-                # of a hostile explorer
-                "SELECT COUNT(*) FROM " + ", ".join(f"farms {name}" for name in "abcdefghijkl"),
-                "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
-                "SELECT '\ud800'", "SELECT '\0'"))):
-        for text in texts:
-            assert says in generator.refusal({**new, field: text}), text
+    farms = ", ".join(f"farms {name}" for name in "abcdefghijkl")
+    rows = table(f"""
+        gold -> {gold} -> a question of a split
+        gold -> {gold.lower()} -> a question of a split
+        gold -> {gold}/* x */ -> a question of a split
+        query -> {train['query'].upper()} -> a question of a split
+        query -> {evaluated['query']}? -> a question of a split
+        query -> how many clocks -> a held-out noun
+        gold -> SELECT datetime('now') -> another time
+        gold -> SELECT random ( ) -> another time
+        gold -> DROP TABLE t -> cannot be run
+        gold -> SELECT * FROM nowhere -> cannot be run
+        gold -> SELECT 1 WHERE 1 = 0 -> cannot be run
+        gold -> select 1 from farms where 1 = 1 -> cannot be run
+        # of a hostile explorer
+        gold -> SELECT COUNT(*) FROM {farms} -> cannot be run
+        gold -> SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2 -> cannot be run
+        gold -> SELECT '\ud800' -> cannot be run
+        gold -> SELECT '\0' -> cannot be run""")
+    commented = gold.replace(" FROM ", " -- all\nFROM ") + " ;"
+    for field, text, says in [*rows, ("gold", commented, "a question of a split")]:
+        assert says in generator.refusal({**new, field: text}), text
 
 
 def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():

@@ -431,22 +431,24 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
 
     before = now()
     new = f"--out {tmp_path / 'new'} --branch"
-    refused(toy_run, [
-        (f"--out {notes}", f"--out {notes}: it contains eval-0-failure-test.jsonl, but no config.json"),
-        (f"--out {notes}/experts.jsonl", "it is a file; give a folder"),
-        (f"--out {small_model}", "is not that of a run; give another folder"),
-        (f"--out {incomplete} --seed 7 --beta 0.2",
-         "beta (0.1 -> 0.2), beta_later (0.5 -> 0.2), seed (0 -> 7); give another folder, or the same"),
-        (f"--out {incomplete} --branch {toy[0]}@{PLAYED}", "was started without --branch; give another"),
-        *[(f"--out {folder}", f"--out {folder}: an older version of this program made this run; give")
-          for folder in (older, oldest)],
-        (f"{new} {older}@{PLAYED}", f"--branch {older}@{PLAYED}: an older version of this program made"),
-        (f"{new} runs/nowhere@sft-target", "runs/nowhere@sft-target: give RUN@OUTPUT, where"),
-        (f"{new} {toy[0]}@iter9/target.jsonl", "has no output 'iter9/target.jsonl'; choose from: experts"),
-        (f"{new} {incomplete}@{PAIRS}", f"{incomplete / PLAYED} does not exist any more"),
-        (f"{new} {toy[0]}@{PLAYED} --view short", "other values of view (full -> short); give the same"),
-        (f"{new} {toy[0]}@{PLAYED} --model {ROOT / 'tiny'}", "the run has other values of model ("),
-        (f"{new} {toy[0]}@{PLAYED} --protocol eto --prompts {ROOT}", "protocol (ours -> eto)")])
+    refused(toy_run, table(f"""
+        --out {notes} -> --out {notes}: it contains eval-0-failure-test.jsonl, but no config.json
+        --out {notes}/experts.jsonl -> it is a file; give a folder
+        --out {small_model} -> is not that of a run; give another folder
+        --out {incomplete} --branch {toy[0]}@{PLAYED} -> was started without --branch; give another
+        --out {older} -> --out {older}: an older version of this program made this run; give
+        --out {oldest} -> --out {oldest}: an older version of this program made this run; give
+        {new} {older}@{PLAYED} -> --branch {older}@{PLAYED}: an older version of this program made
+        {new} runs/nowhere@sft-target -> runs/nowhere@sft-target: give RUN@OUTPUT, where
+        {new} {toy[0]}@iter9/target.jsonl -> has no output 'iter9/target.jsonl'; choose from: experts
+        {new} {incomplete}@{PAIRS} -> {incomplete / PLAYED} does not exist any more
+        {new} {toy[0]}@{PLAYED} --model {ROOT}/tiny -> the run has other values of model (
+        {new} {toy[0]}@{PLAYED} --protocol eto --prompts {ROOT} -> the run has other values of protocol (ours
+    """))
+    for flags, says in {
+            f"--out {incomplete} --beta 0.2": "beta (0.1 -> 0.2), beta_later (0.5 -> 0.2); give another",
+            f"{new} {toy[0]}@{PLAYED} --view short": "view (full -> short); give the same"}.items():
+        assert says in refusal(toy_run, *flags.split())
     for name in "../older", str(older), ".", "iter1/../../older":  # of a damaged phases.json
         write_json(incomplete / "phases.json", {name: {}} | records)
         refused(toy_run, [(f"{new} {incomplete}@{PLAYED}", f"{name!r} is not in the run's folder")])
