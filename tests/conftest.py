@@ -294,8 +294,10 @@ def wait_for_end(processes):
 
 
 def table(text):
-    """Returns the rows of a table, one a line. Its cells are separated by `->`."""
-    return [[*map(str.strip, line.split("->"))] for line in text.strip().splitlines()]
+    """Returns the rows of a table, one a line. Its cells are separated by `->`. Lines that begin
+    with # are comments."""
+    lines = [line for line in text.strip().splitlines() if not line.strip().startswith("#")]
+    return [[*map(str.strip, line.split("->"))] for line in lines]
 
 
 @pytest.hookimpl(wrapper=True)

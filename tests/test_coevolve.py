@@ -1,6 +1,7 @@
 """The method: pairs by hand, the training data of each agent, and losses of whole runs. Values that
 the loop passes from phase to phase, and the settings."""
 
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from conftest import Toy, make_tokenizer, plain_log_probs
+from conftest import Toy, make_tokenizer, plain_log_probs, table
 
 import coevolve
 import dpo
@@ -49,52 +50,52 @@ def brief(pairs):
 BOTH = "e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5"
 
 
-@pytest.mark.parametrize("expert, own, others, settings, pairs", [
+@pytest.mark.parametrize("expert, own, others, settings, pairs", table("""
+    # expert -> rewards of the target -> of the failure agent -> settings -> pairs
     # Section 4.3: the expert pairs of a task have a total weight of 1, and its failure pairs at most
     # 1, whatever the number of rollouts. A failure pair has no SFT term.
-    (1.0, [0.5], [0.75], {}, f"{BOTH}; f0 > t0  1, 0"),
+    1.0 -> 0.5 -> 0.75 -> -> e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5; f0 > t0  1, 0
     # Equal failures make no failure pair, also if they differ by rounding.
-    (1.0, [0.1 + 0.2], [0.3], {}, BOTH),
+    1.0 -> 0.30000000000000004 -> 0.3 -> -> e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5
     # The target succeeds: a tie with the expert, and no failure pair.
-    (1.0, [1.0], [0.25], {}, "e0 > f0  1, 1"),
+    1.0 -> 1.0 -> 0.25 -> -> e0 > f0  1, 1
     # ETO: there is no other agent.
-    (1.0, [0.5], [], {}, "e0 > t0  1, 1"),
+    1.0 -> 0.5 -> -> -> e0 > t0  1, 1
     # An expert at 0.75 loses to a success, and to a better failure, which gets no SFT weight.
-    (0.75, [1.0], [0.8], {}, "t0 > e0  0.5, 0.5; f0 > e0  0.5, 0"),
+    0.75 -> 1.0 -> 0.8 -> -> t0 > e0  0.5, 0.5; f0 > e0  0.5, 0
     # A failure with the expert's reward makes no expert pair, but makes failure pairs.
-    (0.75, [0.75], [0.5], {}, "e0 > f0  1, 1; t0 > f0  1, 0"),
+    0.75 -> 0.75 -> 0.5 -> -> e0 > f0  1, 1; t0 > f0  1, 0
     # Two rollouts each, one a success. Failures are paired across agents only.
-    (1.0, [0.5, 0.25], [0.5, 1.0], {},
-     "e0 > t0  0.33, 0.33; e0 > t1  0.33, 0.33; e0 > f0  0.33, 0.33; f0 > t1  0.25, 0"),
+    1.0 -> 0.5 0.25 -> 0.5 1.0 -> -> e0 > t0  0.33, 0.33; e0 > t1  0.33, 0.33; e0 > f0  0.33, 0.33; f0 > t1  0.25, 0
     # Each of the 2 x 1 comparisons of failures weighs 1/2, or 1.
-    (1.0, [0.5, 0.25], [0.75], dict(pair_weights="none"),
-     "e0 > t0  1, 1; e0 > t1  1, 1; e0 > f0  1, 1; f0 > t0  0.5, 0; f0 > t1  0.5, 0"),
-    (1.0, [0.5, 0.25], [0.75], dict(failure_pair_weights="none", pair_weights="none"),
-     "e0 > t0  1, 1; e0 > t1  1, 1; e0 > f0  1, 1; f0 > t0  1, 0; f0 > t1  1, 0"),
+    1.0 -> 0.5 0.25 -> 0.75 -> pair_weights=none -> e0 > t0  1, 1; e0 > t1  1, 1; e0 > f0  1, 1; f0 > t0  0.5, 0; f0 > t1  0.5, 0
+    1.0 -> 0.5 0.25 -> 0.75 -> failure_pair_weights=none pair_weights=none -> e0 > t0  1, 1; e0 > t1  1, 1; e0 > f0  1, 1; f0 > t0  1, 0; f0 > t1  1, 0
     # Other settings. As in ETO, each pair weighs 1.
-    (0.75, [1.0], [0.5], dict(expert_beaten="drop"), "e0 > f0  1, 1"),
-    (0.75, [1.0], [0.5], dict(pair_weights="none"), "t0 > e0  1, 1; e0 > f0  1, 1"),
-    (0.75, [0.5], [0.25], dict(d_tgt_failures="none"), BOTH),
-    (0.75, [0.5], [0.25], dict(d_tgt_failures="hard"), BOTH),
-    (0.75, [0.6], [0.25], dict(d_tgt_failures="hard"), f"{BOTH}; t0 > f0  1, 0"),
-    # Without an expert: the failure agent's pairs.
-    (None, [0.5], [0.75], {}, "f0 > t0  1, 0"),
-    (None, [0.5, 1.0, 1 - 1e-16], [0.5], {}, ""),  # a success is no failure
+    0.75 -> 1.0 -> 0.5 -> expert_beaten=drop -> e0 > f0  1, 1
+    0.75 -> 1.0 -> 0.5 -> pair_weights=none -> t0 > e0  1, 1; e0 > f0  1, 1
+    0.75 -> 0.5 -> 0.25 -> d_tgt_failures=none -> e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5
+    0.75 -> 0.5 -> 0.25 -> d_tgt_failures=hard -> e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5
+    0.75 -> 0.6 -> 0.25 -> d_tgt_failures=hard -> e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5; t0 > f0  1, 0
+    # Without an expert: the failure agent's pairs. A success is no failure, also but for rounding.
+    -> 0.5 -> 0.75 -> -> f0 > t0  1, 0
+    -> 0.5 1.0 0.9999999999999999 -> 0.5 -> ->
     # Pairs within an agent are included, except with "cross", the literal Eq. (6).
-    (None, [0.5, 0.25], [0.75, 1.0], {}, "t0 > t1  1, 0; f0 > t0  1, 0; f0 > t1  1, 0"),
-    (None, [0.5, 0.25], [0.75, 1.0], dict(d_fail="cross"), "f0 > t0  1, 0; f0 > t1  1, 0"),
-    (None, [0.5, 0.25], [0.75, 1.0], dict(d_fail="none"), ""),
-])
+    -> 0.5 0.25 -> 0.75 1.0 -> -> t0 > t1  1, 0; f0 > t0  1, 0; f0 > t1  1, 0
+    -> 0.5 0.25 -> 0.75 1.0 -> d_fail=cross -> f0 > t0  1, 0; f0 > t1  1, 0
+    -> 0.5 0.25 -> 0.75 1.0 -> d_fail=none ->
+"""))
 def test_pairs_by_hand(expert, own, others, settings, pairs):
     """Every comparison makes a pair or a reason."""
-    s = Settings(**settings)
-    sides = rollouts("target", own), rollouts("failure", others)
+    s = Settings(**dict(word.split("=") for word in settings.split()))
+    expert, own, others = (
+        rollouts(agent, [*map(float, rewards.split())])
+        for agent, rewards in [("expert", expert), ("target", own), ("failure", others)])
     comparisons = 0 if "none" in (s.d_tgt_failures, s.d_fail) else len(own) * len(others)
     if expert:
-        found, reasons = coevolve.d_tgt(*rollouts("expert", [expert]), *sides, s)
+        found, reasons = coevolve.d_tgt(*expert, own, others, s)
         comparisons += len(own) + len(others)
     else:
-        found, reasons = coevolve.d_fail(*sides, s)
+        found, reasons = coevolve.d_fail(own, others, s)
         if s.d_fail == "all":
             comparisons = math.comb(len(own + others), 2)
     assert brief(found) == pairs
@@ -148,15 +149,15 @@ def encoder():
     return Encoder(make_tokenizer("chatml"))
 
 
-def played(encoder, agent, reward, replies, task="a", iteration=1, ended="done"):
+def played(encoder, agent, reward, replies, task="a", ended="done"):
     """Returns a trajectory of some replies. Each has two or more tokens and an end of turn."""
     messages = [dict(role="user", content="find a mug")]
     for n in range(replies):
-        messages.append(dict(role="assistant", content=f"click[{agent} {n}]"))
-        messages.append(dict(role="user", content="Page 1"))
+        messages += [dict(role="assistant", content=f"click[{agent} {n}]"),
+                     dict(role="user", content="Page 1")]
     ids, mask = encoder.encode(messages[:-1], 1)
-    return Trajectory(task, agent, iteration, ids=ids, action_mask=mask, reward=reward,
-                      turns=replies, ended=ended)
+    return Trajectory(task, agent, 1, ids=ids, action_mask=mask, reward=reward, turns=replies,
+                      ended=ended)
 
 
 def test_groups_have_each_trajectory_once_and_truncate_rejected_ones(encoder):
@@ -356,20 +357,18 @@ def test_another_first_loss_and_a_gradient_of_0_are_named(toy_run, monkeypatch, 
     toy_run("--temperature", 2)
     said = capsys.readouterr().out
     for agent in "target", "failure":
-        named = f"iter1/{agent}-agent: the first DPO loss is 1.386, and Eq. (7) gives 0.693"
-        assert said.count(named) == 1
+        assert f"iter1/{agent}-agent: the first DPO loss is 1.386, and Eq. (7) gives 0.693" in said
     assert said.count("gradient was 0") == 1
     assert "iter1/failure-agent: the gradient was 0 in all steps" in said
 
 
-def test_a_fixed_failure_agent_from_a_folder(toy_run, small_model):
+def test_a_fixed_failure_agent_from_a_folder(toy_run, toy):
     """It is not trained, stays as it is, and its training log is not copied."""
-    given = {path.name: path.read_bytes() for path in small_model.iterdir()}
-    (small_model / "train.jsonl").write_text("{}\n")
-    out = toy_run("--failure-from", small_model, "--d-fail", "none")
-    (small_model / "train.jsonl").unlink()
+    given = toy[0] / "sft-failure"
+    out = toy_run("--failure-from", given, "--d-fail", "none")
     assert read_jsonl(out / "iter1/pairs-failure.jsonl") == [] and not (out / "sft-failure").exists()
-    assert given == {path.name: path.read_bytes() for path in (out / "iter1/failure-agent").iterdir()}
+    own = {path.name: path.read_bytes() for path in given.iterdir() if path.suffix != ".jsonl"}
+    assert own == {path.name: path.read_bytes() for path in (out / "iter1/failure-agent").iterdir()}
 
 
 # --------------------------------------------------------------------------- experts and settings
@@ -412,29 +411,26 @@ def test_a_setting_without_a_type_is_refused():
         settings_of(Untyped)
 
 
-OLD = dict(env="webshop", model="other", method="coevolve")  # a run that --branch names
-
-
-@pytest.mark.parametrize("given, inherited, expected", [
+@pytest.mark.parametrize("given, inherited, expected", table("""
     # The paper's schedule, and one value for all iterations
-    (dict(model="a"), {}, "beta 0.1 None; beta_later 0.5 None"),
-    (dict(model="a", beta=0.3), {}, "beta 0.3 given; beta_later 0.3 given"),
-    (dict(model="a", beta_later=0.3), {}, "beta 0.1 None; beta_later 0.3 given"),
-    (dict(dpo_lr=1.0, dpo_lr_later=2.0), {}, "dpo_lr 1.0 given; dpo_lr_later 2.0 given"),
+    {"model": "a"} -> {} -> beta 0.1 None; beta_later 0.5 None
+    {"model": "a", "beta": 0.3} -> {} -> beta 0.3 given; beta_later 0.3 given
+    {"model": "a", "beta_later": 0.3} -> {} -> beta 0.1 None; beta_later 0.3 given
+    {"dpo_lr": 1.0, "dpo_lr_later": 2.0} -> {} -> dpo_lr 1.0 given; dpo_lr_later 2.0 given
     # A later preset has priority, and a value that is given has more.
-    (dict(quick=True, sft_batch=4), {}, "beta_later 0.1 preset tiny; train_tasks 60 preset quick tiny; "
-     "sft_batch 4 given"),
+    {"quick": true, "sft_batch": 4} -> {} -> beta_later 0.1 preset tiny; train_tasks 60 preset quick tiny; sft_batch 4 given
     # A run's values are defaults, except of those that may change when it is resumed.
-    (dict(seed=7), OLD | dict(seed=3, beta=0.2, out="a", slots=5, mine=1),
-     "model other --branch; sft_batch 48 None; seed 7 given; beta 0.2 --branch; "
-     "beta_later 0.2 --branch; out None None; slots 0 None"),
-    (dict(beta=0.3), OLD | dict(beta_later=0.7), "beta 0.3 given; beta_later 0.3 given"),
+    {"seed": 7} -> {"seed": 3, "beta": 0.2, "out": "a", "slots": 5, "mine": 1} -> model other --branch; sft_batch 48 None; seed 7 given; beta 0.2 --branch; beta_later 0.2 --branch; out None None; slots 0 None
+    {"beta": 0.3} -> {"beta_later": 0.7} -> beta 0.3 given; beta_later 0.3 given
     # The preset of another method has priority over the run's values.
-    (dict(method="eto"), OLD | dict(lambda_sft=0.2, rollouts=5),
-     "method eto given; lambda_sft 0.0 preset --method eto; rollouts 5 --branch"),
-    ({}, OLD | dict(method="eto", lambda_sft=0.2), "method eto --branch; lambda_sft 0.2 --branch")])
+    {"method": "eto"} -> {"lambda_sft": 0.2, "rollouts": 5} -> method eto given; lambda_sft 0.0 preset --method eto; rollouts 5 --branch
+    {} -> {"method": "eto", "lambda_sft": 0.2} -> method eto --branch; lambda_sft 0.2 --branch
+"""))
 def test_the_values_of_settings_and_their_origins_by_hand(given, inherited, expected):
-    values, origins = values_of(given, inherited, Settings, environment("webshop"))
+    inherited = json.loads(inherited)
+    if inherited:  # of a run that --branch names
+        inherited = dict(env="webshop", model="other", method="coevolve") | inherited
+    values, origins = values_of(json.loads(given), inherited, Settings, environment("webshop"))
     names = [line.split()[0] for line in expected.split("; ")]
     assert "; ".join(f"{name} {values[name]} {origins.get(name)}" for name in names) == expected
     assert "mine" not in values

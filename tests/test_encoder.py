@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from conftest import CHATML, CONVERSATION, TEMPLATES, make_tokenizer, refusal
+from conftest import CHATML, CONVERSATION, TEMPLATES, make_tokenizer, refusal, table
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -215,16 +215,16 @@ def test_a_special_token_of_one_character_is_replaced():
 # -------------------------------------------------------------------------- what the agent writes
 
 
-@pytest.mark.parametrize("written, stops, kept, reply", [
-    (["click[Buy Now", "]\n", "Observation", ":", " won"], ("\nObservation:",), 2,
-     "click[Buy Now]"),
-    (["go", " xObservation", ":"], ("Observation:",), 1, "go"),  # x has no token of its own
-    (["Observation", ":", "won"], ("Observation:",), 0, ""),
-    (["a", "\n---", "b", "Observation", ":"], ("Observation:", "\n---"), 1, "a"),
-    (["go", "O", "bservation", ":", "<|im_end|>"], ("Observation:",), 1, "go"),
-    (["a", " ", "b"], ("Observation:",), 3, "a b"),
-    (["a", " ", "b", "<|im_end|>"], ("Observation:",), 4, "a b"),
-])
+@pytest.mark.parametrize("written, stops, kept, reply", [[*map(json.loads, row)] for row in table(r"""
+    ["click[Buy Now", "]\n", "Observation", ":", " won"] -> ["\nObservation:"] -> 2 -> "click[Buy Now]"
+    # x has no token of its own.
+    ["go", " xObservation", ":"] -> ["Observation:"] -> 1 -> "go"
+    ["Observation", ":", "won"] -> ["Observation:"] -> 0 -> ""
+    ["a", "\n---", "b", "Observation", ":"] -> ["Observation:", "\n---"] -> 1 -> "a"
+    ["go", "O", "bservation", ":", "<|im_end|>"] -> ["Observation:"] -> 1 -> "go"
+    ["a", " ", "b"] -> ["Observation:"] -> 3 -> "a b"
+    ["a", " ", "b", "<|im_end|>"] -> ["Observation:"] -> 4 -> "a b"
+""")])
 def test_a_reply_that_is_cut_at_a_stop_string_is_the_text_of_its_ids(written, stops, kept, reply):
     """Also if a token has both the end of the reply and the beginning of a stop string. The end of
     turn is added to a cut reply, and stays if it was sampled."""

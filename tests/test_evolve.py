@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import files_of, in_ranks, kills_until_it_ends, refusal, refused
+from conftest import files_of, in_ranks, kills_until_it_ends, refusal, refused, table
 
 import evolve
 from common.files import read_json, read_jsonl
@@ -159,20 +159,27 @@ def test_questions_of_a_split_or_without_an_answer_are_refused():
     train, evaluated = env.find(env.tasks("train")[0]), env.find(env.tasks("test")[0])
     gold, new = train["gold"], dict(train, query="x", gold="SELECT MAX(rooms) FROM farms")
     assert generator.refusal(new) is None
-    for says, field, texts in (
-            ("a question of a split", "gold", (gold, gold.lower(), f"{gold}/* x */",
-                                               gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
-            ("a question of a split", "query", (train["query"].upper() + " ", f"{evaluated['query']}?")),
-            ("a held-out noun", "query", ["how many clocks"]),
-            ("cannot be run", "gold", (
-                "DROP TABLE t", "SELECT random ( )", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0",
-                "select 1 from farms where 1 = 1",
-                # of a hostile explorer
-                "SELECT COUNT(*) FROM " + ", ".join(f"farms {name}" for name in "abcdefghijkl"),
-                "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
-                "SELECT '\ud800'", "SELECT '\0'"))):
-        for text in texts:
-            assert says in generator.refusal({**new, field: text}), text
+    farms = ", ".join(f"farms {name}" for name in "abcdefghijkl")
+    rows = table(f"""
+        gold -> {gold} -> a question of a split
+        gold -> {gold.lower()} -> a question of a split
+        gold -> {gold}/* x */ -> a question of a split
+        query -> {train['query'].upper()} -> a question of a split
+        query -> {evaluated['query']}? -> a question of a split
+        query -> how many clocks -> a held-out noun
+        gold -> SELECT random ( ) -> cannot be run
+        gold -> DROP TABLE t -> cannot be run
+        gold -> SELECT * FROM nowhere -> cannot be run
+        gold -> SELECT 1 WHERE 1 = 0 -> cannot be run
+        gold -> select 1 from farms where 1 = 1 -> cannot be run
+        # of a hostile explorer
+        gold -> SELECT COUNT(*) FROM {farms} -> cannot be run
+        gold -> SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2 -> cannot be run
+        gold -> SELECT '\ud800' -> cannot be run
+        gold -> SELECT '\0' -> cannot be run""")
+    commented = gold.replace(" FROM ", " -- all\nFROM ") + " ;"
+    for field, text, says in [*rows, ("gold", commented, "a question of a split")]:
+        assert says in generator.refusal({**new, field: text}), text
 
 
 def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():
@@ -192,25 +199,26 @@ def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():
         assert generator.refusal(one) in ("a goal of a split", "a held-out product meets it")
 
 
-@pytest.mark.parametrize("text, options", [
-    ("I want winter gloves, NON SLIP, in pink, large, lower than $997", ["pink", "large"]),
-    ("non slip winter gloves below 997 dollars", []),
-    ("non slip winter gloves, pink, large, lower than $1", None),  # they cost more
-    ("non slip winter gloves, pink, large", None),  # without a limit
-    ("winter gloves, pink, large, lower than $997", None),  # without an attribute
-    ("noise reducing, non slip winter gloves, pink, large, lower than $997", None),
-    ("non slip winter gloves, pink, navy, large, lower than $997", None)])
+@pytest.mark.parametrize("text, options", table("""
+    I want winter gloves, NON SLIP, in pink, large, lower than $997 -> pink, large
+    non slip winter gloves below 997 dollars ->
+    non slip winter gloves, pink, large, lower than $1 -> they cost more
+    non slip winter gloves, pink, large -> without a limit
+    winter gloves, pink, large, lower than $997 -> without an attribute
+    noise reducing, non slip winter gloves, pink, large, lower than $997 -> they are not
+    non slip winter gloves, pink, navy, large, lower than $997 -> they are not
+"""))
 def test_an_explorers_goal_is_what_its_words_say(text, options):
     """It is refused if the words say more than what was bought."""
     env, generator = generated("webshop")
     actions = replies_of(env, "webshop-train-0")
     written = generator.written("webshop-train-0", dict(query=text, action_sequence=actions))
-    if options is None:
+    if options not in ("", "pink, large"):
         assert written is None
         return
     new = written["task"]
     assert (new["query"], new["attributes"], new["price_upper"]) == ("winter gloves", ["non slip"], 997)
-    assert new["goal_options"] == options
+    assert ", ".join(new["goal_options"]) == options
     assert generator.refusal(new) == (None if options else "no colour chosen")
 
 
@@ -259,29 +267,40 @@ class Smith:
         return "odd" if proposal["task"]["number"] % 2 else None
 
 
+# number of the task -> text -> the reason of a refusal, with and without verification
+FINDS = table(f"""
+    12 -> 12 12 is it -> added
+    12 -> as before -> known already
+    13 -> an odd one -> odd, or added
+    14 -> 14 -> a number of a split
+    16 -> 16 -> known already
+    0 -> x -> not of the form that was asked for
+    18 -> {"w" * 1001} -> its text is empty or too long
+    18 -> {"w" * 1000} -> added
+    20 -> So: Search Red-Mugs! -> its text tells the solution
+    22 -> is IT 12 so -> a text that is there already
+    24 -> is it 12 or more -> added, or enough were added
+    26 -> 26 -> enough were added
+    28 -> -> its text is empty or too long
+""")
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_finds_are_judged_in_their_order(verify, monkeypatch):
-    """By hand, of tasks of which 16 is in D, and three may join."""
-    table = [
-        (12, "12 12 is it", None), (12, "as before", "known already"),
-        (13, "an odd one", "odd" if verify else None), (14, "14", "a number of a split"),
-        (16, "16", "known already"), (None, "x", "not of the form that was asked for"),
-        (18, "w" * 1001, "its text is empty or too long"), (18, "w" * 1000, None),
-        (20, "So: Search Red-Mugs!", "its text tells the solution"),
-        (22, "is IT 12 so", "a text that is there already"),                  # 3 of 4 words
-        (24, "is it 12 or more", None if verify else "enough were added"),  # 3 of 5
-        (26, "26", "enough were added"), (28, " ", "its text is empty or too long")]
+    """By hand, of tasks of which 16 is in D, and three may join. Of texts, 3 of 4 words are equal
+    to those of an earlier one, and 3 of 5."""
     finds = [dict(signal="rare", source="a", text=text, solution=["search[red mugs]"],
-                  task=number and dict(number=number)) for number, text, _ in table]
-    reasons = [reason for *_, reason in table]
+                  task=dict(number=int(number)) if int(number) else None)
+             for number, text, _ in FINDS]
+    reasons = [reason.split(", or ")[0 if verify else -1] for *_, reason in FINDS]
     monkeypatch.setattr(evolve, "MOST_NEW_TASKS", 3)
     s = evolve.Settings(near_text=0.75, verify=verify)
     run = SimpleNamespace(settings=s, on_main=lambda function: function(), make_env=Letters)
     d = [dict(task="letters-added-0", definition=dict(number=16))]
     rows, numbers = evolve.judge(run, finds, d, i=1)
-    assert [row["reason"] for row in rows] == reasons
-    assert [row["replayed"] for row in rows] == [verify and r in (None, "odd") for r in reasons]
-    assert numbers["refused"] == Counter(reason for reason in reasons if reason)
+    assert [row["reason"] or "added" for row in rows] == reasons
+    assert [row["replayed"] for row in rows] == [verify and r in ("added", "odd") for r in reasons]
+    assert numbers["refused"] == Counter(reason for reason in reasons if reason != "added")
 
 
 @pytest.fixture
