@@ -231,20 +231,17 @@ def test_the_status_alone_decides_what_an_error_is(call, capsys, text, kind, mes
 def test_an_error_costs_no_reward(endpoint, run, tmp_path, text, before):
     """The server answers some requests as the expert does, and then has a fault, which ends after
     one request, or after the run has stopped."""
-    endpoint.answer, fault = play_the_expert, fault_of(text)
-    endpoint.faults = [False] * before + [fault]
-    if text == "401":
-        assert "status 401: Too many tokens" in refusal(run, "--slots", 4)
-    rows, _ = run("--slots", 4)
-    assert column("reward", rows) == [1] * 4
-
-    again = partial(run, "--slots", 4, "--refused", "zero", out=tmp_path / "again")
-    endpoint.faults = [False] * before + [fault] * 999
-    assert re.fullmatch("http.*resume", refusal(again))
-    assert not (tmp_path / "again" / EVAL).exists()
-    endpoint.faults = []
-    rows, _ = again()
-    assert column("reward", rows) == [1] * 4
+    endpoint.answer = play_the_expert
+    for times in 1, 999:
+        endpoint.faults = [False] * before + [fault_of(text)] * times
+        out = tmp_path / str(times)
+        again = partial(run, "--slots", 4, "--refused", "zero", out=out)
+        if times > 1 or text == "401":
+            assert re.fullmatch("http.*resume", refusal(again))
+            assert not (out / EVAL).exists()
+            endpoint.faults = []
+        rows, _ = again()
+        assert column("reward", rows) == [1] * 4
 
 
 @pytest.mark.parametrize("task", [0, 2])

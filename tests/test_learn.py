@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -226,7 +227,9 @@ def test_errors_are_found_before_a_model_is_loaded(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("engine.models.read_model", lambda *_, **__: pytest.fail("a model is loaded"))
     name = file([*rows(MINE), dict(task="a")]).name
+    pipe, _ = os.pipe()  # the next pipe would have the same path, and its content would not be read
     refused(lambda *flags: learn.main([*flags]), [
         (f"{name} --rollouts 2", "--rollouts is not read"),
         (f"{name} --out .", "--out .: it is not empty"),
+        (f"/dev/fd/{pipe}", "is a pipe; give an existing file"),
         (name, "mine.jsonl, line 6: it has no 'messages'")])

@@ -3,16 +3,14 @@
 import base64
 import html
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 import zlib
 
 import pytest
 from bs4 import BeautifulSoup
-from conftest import ROOT, table
+from conftest import table
 from test_report import PHASES, trajectory, write_lines, write_run
 
 from common.files import read_json, read_jsonl
@@ -180,14 +178,6 @@ def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
 def test_a_long_training_curve_has_the_means_of_consecutive_steps():
     x, y = means([(step, step ** 2) for step in range(1, 81)])
     assert (len(x), x[0], y[0]) == (40, 1.5, 2.5)  # (1 + 2) / 2, (1 + 4) / 2
-
-
-def test_figures_need_no_backend_that_a_notebook_sets():
-    notebook = os.environ | dict(MPLBACKEND="module://matplotlib_inline.backend_inline")
-    code = "from lab.page import figures; print(figures.matplotlib.get_backend().lower())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=notebook, text=True,
-                          capture_output=True)
-    assert done.stdout == "agg\n", done.stderr
 
 
 @needs_browser

@@ -86,8 +86,12 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     """After a person's turn, the context is that of `Encoder.encode` for the messages, and the
     environment has executed the person's action."""
     contexts, propose = [], Agent.propose
-    monkeypatch.setattr(Agent, "propose", lambda agent, t: contexts.append(
-        [*t.ids]) or propose(agent, t))
+
+    def record(agent, t):
+        contexts.append([*t.ids])
+        return propose(agent, t)
+
+    monkeypatch.setattr(Agent, "propose", record)
     search = "search[\xfcmug mug]"
     said = typed([search, "", "q"], "webshop", "webshop-test-0", "--agent", small_run)
     turns = said.split("--- turn ")[1:]
