@@ -86,14 +86,21 @@ def run(tmp_path):
     return write_run(tmp_path / "run", PHASES, REWARDS)
 
 
+def texts(rows, columns, form=str):
+    """Returns columns of rows, which are dicts, as one text per row."""
+    found = []
+    for row in rows:
+        cells = [form(row[name]) for name in columns.split(", ")]
+        found.append(" -> ".join(cells))
+    return found
+
+
 def shown(run, title, columns):
-    """Returns columns of the table whose title starts with `title`, one text per row."""
-    texts = []
+    """Returns columns of the page's table whose title starts with `title`."""
     for name, header, rows in report.tables(run):
-        for row in rows if name.startswith(title) else []:
-            cells = dict(zip([column.lstrip("<") for column in header], map(str, row)))
-            texts.append(" -> ".join(cells[name] for name in columns.split(", ")))
-    return texts
+        if name.startswith(title):
+            header = [column.lstrip("<") for column in header]
+            return texts([dict(zip(header, row)) for row in rows], columns)
 
 
 def test_interval_matches_the_normal_approximation_of_a_large_sample():

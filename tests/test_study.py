@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import LIMIT, ended, fork, refusal, refused, table, wait_until
 from safetensors.torch import save_file
-from test_report import write_lines, write_run
+from test_report import texts, write_lines, write_run
 from transformers import AutoModel
 
 from lab.page import figures
@@ -107,14 +107,10 @@ def made_run(folder, rewards, finished=True, target="target", failure=(), **sett
 
 
 def shown(folder, title, columns):
-    """Returns columns of the report's table whose title contains `title`, one text per row."""
+    """Returns columns of the report's table whose title contains `title`."""
     made = json.loads((folder / "report.json").read_text())
     rows = next((rows for name, rows in made.items() if title in name), [])
-    texts = []
-    for row in rows:
-        cells = [compare.cell(row[name]) for name in columns.split(", ")]
-        texts.append(" -> ".join(cells))
-    return texts
+    return texts(rows, columns, compare.cell)
 
 
 def lines(text):
