@@ -66,7 +66,8 @@ def start(tmp_path, monkeypatch):
 @pytest.fixture
 def run(start, endpoint):
     """run(*flags) evaluates the endpoint."""
-    return partial(start, "--model", endpoint.url, "--model-name", "m", "--slots", 1, "--examples", 0)
+    return partial(start, "--model", endpoint.url, "--model-name", "m", "--slots", 1,
+                   "--examples", 0)
 
 
 def column(names, rows):
@@ -122,14 +123,16 @@ def test_the_request_is_that_of_the_protocol(endpoint, run):
     assert column("content", rows[0]["messages"])[1:3] == ["", "not "]  # as it was
 
 
-def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, run, monkeypatch, tmp_path):
+def test_examples_are_expert_conversations_and_the_rules_stand_once(
+        endpoint, run, monkeypatch, tmp_path):
     splits = Guess.splits | dict(train=Guess.splits["train"] | {"0": "letter test-3"})  # evaluated
     monkeypatch.setattr(Guess, "splits", splits)
     run("--examples", 2)
     messages = endpoint.seen[0][2]["messages"]
     assert column("role", messages) == ["user", "assistant"] * 4 + ["user"]
     assert column("content", messages) == [
-        "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c", "letter test-0"]
+        "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
+        "letter test-0"]
     monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
     said = refusal(partial(run, out=tmp_path / "again"), "--examples", 2)
     assert "succeed on tasks that are not evaluated: 1; lower --examples" in said
@@ -165,7 +168,8 @@ def test_a_truncated_prompt_is_reported_once_and_counted(endpoint, run, capsys, 
 
 # ------------------------------------------------------------------------ errors, by status alone
 
-LINE = "Too many tokens,\nyour credit is used up: content_filter" + "x" * 135 + KEY  # it decides nothing
+# The text of an error, which decides nothing. An error message has its first 200 characters.
+LINE = "Too many tokens,\nyour credit is used up: content_filter" + "x" * 135 + KEY
 FILTERED = '{"choices": [{"message": {"content": "c"}, "finish_reason": "content_filter"}]}'
 
 
@@ -267,7 +271,8 @@ def test_a_conversation_that_alone_is_refused(endpoint, run, text, turn, ended, 
     assert numbers["requests"] == 8  # in each process, one was repeated
 
 
-def test_a_resumed_run_pays_for_no_answer_twice_and_writes_no_key(endpoint, run, monkeypatch, tmp_path):
+def test_a_resumed_run_pays_for_no_answer_twice_and_writes_no_key(
+        endpoint, run, monkeypatch, tmp_path):
     """An answer is reused only if the environment shows what it showed."""
     endpoint.answer = play_the_expert
     endpoint.faults = [False] * 5 + [(401, KEY, {})]
@@ -313,7 +318,8 @@ def test_waits_grow_whatever_an_endpoint_asks_for(call, asked, least):
     max_completion_tokens temperature -> 422 -> 2 -> accepts only requests with max_completion_tokens
     max_tokens -> 400 -> 3 -> accepts only requests with max_tokens and without temperature
     max_completion_tokens -> 422 -> 4 -> accepts only requests with max_completion_tokens and without temperature"""))
-def test_the_first_answer_decides_the_body_of_all_requests(endpoint, run, capsys, accepted, status, tries, message):
+def test_the_first_answer_decides_the_body_of_all_requests(
+        endpoint, run, capsys, accepted, status, tries, message):
     def respond(body):
         fits = {*body} == {"model", "messages", *accepted.split()}
         return answered(body) if fits else fault_of(status)
@@ -425,7 +431,8 @@ def test_a_reply_is_read_in_linear_time(mark):
 @pytest.mark.parametrize("size, prompt, turns", [
     # The opening has 21 bytes, and an observation 4 more than the reply: 6 + 21 + 22 + 50 <= 100.
     (84, 0, 2), (88, 0, 1), (1, 47, 3), (1, 48, 1)])
-def test_no_request_is_sent_if_prompt_and_reply_exceed_max_tokens(endpoint, run, size, prompt, turns):
+def test_no_request_is_sent_if_prompt_and_reply_exceed_max_tokens(
+        endpoint, run, size, prompt, turns):
     usage = dict(prompt_tokens=prompt, completion_tokens=4000 * bool(prompt))  # with reasoning
     endpoint.faults = [answer(content="x" * size, usage=usage)] * 99
     rows, _ = run("--max-tokens", 100, "--max-new-tokens", 50)
