@@ -3,12 +3,12 @@ agent's folder."""
 
 import json
 import re
+import threading
 from functools import partial
 from operator import itemgetter
-from threading import Event
 
 import pytest
-from conftest import KEY, refusal, refused, table
+from conftest import KEY, refusal, refused, table, wait_until
 
 import engine.run as run_module
 import envs
@@ -291,12 +291,14 @@ def test_a_resumed_run_pays_for_no_answer_twice_and_writes_no_key(
     assert body["messages"][0]["content"] == "Guess.\n\nletter test-1 below 30"
 
 
-def test_a_stop_waits_for_no_request_in_flight(endpoint, run):
-    stopped = Event()
-    endpoint.respond = lambda body: stopped.wait() and fault_of("401")
+def test_a_stop_waits_for_no_request_in_flight_and_sends_no_other(endpoint, run):
+    stopped = threading.Event()
+    endpoint.respond = lambda body: stopped.wait() and fault_of("503")
     endpoint.faults = [answer(content="a"), fault_of("401")]
     assert "status 401" in refusal(run, "--slots", 4, "--refused", "zero")
     stopped.set()
+    wait_until(lambda: not any("ThreadPool" in thread.name for thread in threading.enumerate()),
+               "the threads of the run")
     assert len(endpoint.seen) <= 5
 
 
