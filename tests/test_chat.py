@@ -3,12 +3,12 @@ agent's folder."""
 
 import json
 import re
+import threading
 from functools import partial
 from operator import itemgetter
-from threading import Event
 
 import pytest
-from conftest import KEY, refusal, refused, table
+from conftest import KEY, refusal, refused, table, wait_until
 
 import engine.run as run_module
 import envs
@@ -66,7 +66,8 @@ def start(tmp_path, monkeypatch):
 @pytest.fixture
 def run(start, endpoint):
     """run(*flags) evaluates the endpoint."""
-    return partial(start, "--model", endpoint.url, "--model-name", "m", "--slots", 1, "--examples", 0)
+    return partial(start, "--model", endpoint.url, "--model-name", "m", "--slots", 1,
+                   "--examples", 0)
 
 
 def column(names, rows):
@@ -122,14 +123,16 @@ def test_the_request_is_that_of_the_protocol(endpoint, run):
     assert column("content", rows[0]["messages"])[1:3] == ["", "not "]  # as it was
 
 
-def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, run, monkeypatch, tmp_path):
+def test_examples_are_expert_conversations_and_the_rules_stand_once(
+        endpoint, run, monkeypatch, tmp_path):
     splits = Guess.splits | dict(train=Guess.splits["train"] | {"0": "letter test-3"})  # evaluated
     monkeypatch.setattr(Guess, "splits", splits)
     run("--examples", 2)
     messages = endpoint.seen[0][2]["messages"]
     assert column("role", messages) == ["user", "assistant"] * 4 + ["user"]
     assert column("content", messages) == [
-        "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c", "letter test-0"]
+        "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
+        "letter test-0"]
     monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
     said = refusal(partial(run, out=tmp_path / "again"), "--examples", 2)
     assert "succeed on tasks that are not evaluated: 1; lower --examples" in said
@@ -165,7 +168,8 @@ def test_a_truncated_prompt_is_reported_once_and_counted(endpoint, run, capsys, 
 
 # ------------------------------------------------------------------------ errors, by status alone
 
-LINE = "Too many tokens,\nyour credit is used up: content_filter" + "x" * 135 + KEY  # it decides nothing
+# The text of an error, which decides nothing. An error message has its first 200 characters.
+LINE = "Too many tokens,\nyour credit is used up: content_filter" + "x" * 135 + KEY
 FILTERED = '{"choices": [{"message": {"content": "c"}, "finish_reason": "content_filter"}]}'
 
 
@@ -231,20 +235,17 @@ def test_the_status_alone_decides_what_an_error_is(call, capsys, text, kind, mes
 def test_an_error_costs_no_reward(endpoint, run, tmp_path, text, before):
     """The server answers some requests as the expert does, and then has a fault, which ends after
     one request, or after the run has stopped."""
-    endpoint.answer, fault = play_the_expert, fault_of(text)
-    endpoint.faults = [False] * before + [fault]
-    if text == "401":
-        assert "status 401: Too many tokens" in refusal(run, "--slots", 4)
-    rows, _ = run("--slots", 4)
-    assert column("reward", rows) == [1] * 4
-
-    again = partial(run, "--slots", 4, "--refused", "zero", out=tmp_path / "again")
-    endpoint.faults = [False] * before + [fault] * 999
-    assert re.fullmatch("http.*resume", refusal(again))
-    assert not (tmp_path / "again" / EVAL).exists()
-    endpoint.faults = []
-    rows, _ = again()
-    assert column("reward", rows) == [1] * 4
+    endpoint.answer = play_the_expert
+    for times in 1, 999:
+        endpoint.faults = [False] * before + [fault_of(text)] * times
+        out = tmp_path / str(times)
+        again = partial(run, "--slots", 4, "--refused", "zero", out=out)
+        if times > 1 or text == "401":
+            assert re.fullmatch("http.*resume", refusal(again))
+            assert not (out / EVAL).exists()
+            endpoint.faults = []
+        rows, _ = again()
+        assert column("reward", rows) == [1] * 4
 
 
 @pytest.mark.parametrize("task", [0, 2])
@@ -270,7 +271,8 @@ def test_a_conversation_that_alone_is_refused(endpoint, run, text, turn, ended, 
     assert numbers["requests"] == 8  # in each process, one was repeated
 
 
-def test_a_resumed_run_pays_for_no_answer_twice_and_writes_no_key(endpoint, run, monkeypatch, tmp_path):
+def test_a_resumed_run_pays_for_no_answer_twice_and_writes_no_key(
+        endpoint, run, monkeypatch, tmp_path):
     """An answer is reused only if the environment shows what it showed."""
     endpoint.answer = play_the_expert
     endpoint.faults = [False] * 5 + [(401, KEY, {})]
@@ -289,12 +291,14 @@ def test_a_resumed_run_pays_for_no_answer_twice_and_writes_no_key(endpoint, run,
     assert body["messages"][0]["content"] == "Guess.\n\nletter test-1 below 30"
 
 
-def test_a_stop_waits_for_no_request_in_flight(endpoint, run):
-    stopped = Event()
-    endpoint.respond = lambda body: stopped.wait() and fault_of("401")
+def test_a_stop_waits_for_no_request_in_flight_and_sends_no_other(endpoint, run):
+    stopped = threading.Event()
+    endpoint.respond = lambda body: stopped.wait() and fault_of("503")
     endpoint.faults = [answer(content="a"), fault_of("401")]
     assert "status 401" in refusal(run, "--slots", 4, "--refused", "zero")
     stopped.set()
+    wait_until(lambda: not any("ThreadPool" in thread.name for thread in threading.enumerate()),
+               "the threads of the run")
     assert len(endpoint.seen) <= 5
 
 
@@ -316,7 +320,8 @@ def test_waits_grow_whatever_an_endpoint_asks_for(call, asked, least):
     max_completion_tokens temperature -> 422 -> 2 -> accepts only requests with max_completion_tokens
     max_tokens -> 400 -> 3 -> accepts only requests with max_tokens and without temperature
     max_completion_tokens -> 422 -> 4 -> accepts only requests with max_completion_tokens and without temperature"""))
-def test_the_first_answer_decides_the_body_of_all_requests(endpoint, run, capsys, accepted, status, tries, message):
+def test_the_first_answer_decides_the_body_of_all_requests(
+        endpoint, run, capsys, accepted, status, tries, message):
     def respond(body):
         fits = {*body} == {"model", "messages", *accepted.split()}
         return answered(body) if fits else fault_of(status)
@@ -428,7 +433,8 @@ def test_a_reply_is_read_in_linear_time(mark):
 @pytest.mark.parametrize("size, prompt, turns", [
     # The opening has 21 bytes, and an observation 4 more than the reply: 6 + 21 + 22 + 50 <= 100.
     (84, 0, 2), (88, 0, 1), (1, 47, 3), (1, 48, 1)])
-def test_no_request_is_sent_if_prompt_and_reply_exceed_max_tokens(endpoint, run, size, prompt, turns):
+def test_no_request_is_sent_if_prompt_and_reply_exceed_max_tokens(
+        endpoint, run, size, prompt, turns):
     usage = dict(prompt_tokens=prompt, completion_tokens=4000 * bool(prompt))  # with reasoning
     endpoint.faults = [answer(content="x" * size, usage=usage)] * 99
     rows, _ = run("--max-tokens", 100, "--max-new-tokens", 50)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -57,7 +58,8 @@ def read(path, **settings):
     s = learn.Settings(**settings)
     encoder = Encoder(make_tokenizer("chatml"))
     trajectories, dropped = learn.trajectories_in(path, encoder, s.max_tokens)
-    return SimpleNamespace(settings=s, trajectories=trajectories, dropped=dropped, name="", print=print)
+    return SimpleNamespace(settings=s, trajectories=trajectories, dropped=dropped, name="",
+                           print=print)
 
 
 def made_of(path, **settings):
@@ -135,7 +137,8 @@ def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file):
     assert "no expert trajectory is left: " in line and "; lower --expert-min-reward 0.0" in line
 
 
-def test_an_agent_that_transformers_loads_and_a_run_that_resumes(file, small_model, tmp_path, capsys):
+def test_an_agent_that_transformers_loads_and_a_run_that_resumes(
+        file, small_model, tmp_path, capsys):
     out = tmp_path / "агент"
     words = [str(file(rows(MINE))), "--model", str(small_model), "--out", str(out)]
     flags = "--sft-lr 0.001 --dpo-lr 0.0001 --dpo-epochs 2 --max-tokens 512".split()
@@ -218,15 +221,18 @@ def test_more_than_two_agents_are_refused(file):
     """Failures of the second and the third would make no pair. A line without an agent counts as
     one of target, and lines of expert do not count."""
     played = rows("a 1.0 x mine\na 0.5 x theirs\na 0.4 x expert\na 0.3 x")
-    assert "it has 3 agents: mine, theirs, target; leave out all but two" in refusal(read, file(played))
+    line = refusal(read, file(played))
+    assert "it has 3 agents: mine, theirs, target; leave out all but two" in line
     read(file(played[:3]))
 
 
 def test_errors_are_found_before_a_model_is_loaded(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.models.read_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr("engine.models.read_model", lambda *_, **__: pytest.fail("it is loaded"))
     name = file([*rows(MINE), dict(task="a")]).name
+    pipe, _ = os.pipe()  # the next pipe would have the same path, and its content would not be read
     refused(lambda *flags: learn.main([*flags]), [
         (f"{name} --rollouts 2", "--rollouts is not read"),
         (f"{name} --out .", "--out .: it is not empty"),
+        (f"/dev/fd/{pipe}", "is a pipe; give an existing file"),
         (name, "mine.jsonl, line 6: it has no 'messages'")])

@@ -3,16 +3,14 @@
 import base64
 import html
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 import zlib
 
 import pytest
 from bs4 import BeautifulSoup
-from conftest import ROOT, table
+from conftest import table
 from test_report import PHASES, trajectory, write_lines, write_run
 
 from common.files import read_json, read_jsonl
@@ -30,7 +28,7 @@ HOSTILE = ("<script>document.title='pwned'</script><img src=x onerror=\"document
            "\x07 \u202e gnirts \ufeff \ud800 \U0001f600 javascript:alert(1) " + "x" * 300)
 SCRIPT = ["search[curtain]", "click[red]", "click[Buy Now]"]
 REPLIES = dict(expert=SCRIPT, target=["search[curtain]", "Thought: hm\nAction: target"],
-               failure=["search[curtain]", "click[red]", "Thought: hm\nAction: failure", "click[end]"])
+               failure=[*SCRIPT[:2], "Thought: hm\nAction: failure", "click[end]"])
 REWARDS = {"experts.jsonl": [1.0] * 4,
            "iter1/target.jsonl": [0.2, 0.5, 1.0, 0.0], "iter1/failure.jsonl": [0.9, 0.25, 1.0, 0.0],
            "iter2/target.jsonl": [1.0, 0.5, 1.0, 0.0], "iter2/failure.jsonl": [0.1, 0.25, 1.0, 0.7],
@@ -55,8 +53,8 @@ def run(tmp_path):
     for file in folder.glob("iter*/failure.jsonl"):
         file.write_text(file.read_text().replace("click[red]", json.dumps(HOSTILE)[1:-1], 2))
     with open(folder / "iter2/target.jsonl", "a") as file:
-        again = trajectory("webshop-train-0", "target", 0.4, 2, rollout=1, replies=REPLIES["target"])
-        file.write(json.dumps(again))
+        file.write(json.dumps(trajectory("webshop-train-0", "target", 0.4, 2, rollout=1,
+                                         replies=REPLIES["target"])))
     pairs, margins = [], []
     for task, kind, weight, first, last in PAIRS:
         chosen, rejected = [dict(agent=name, iteration=int(name != "expert"), rollout=0)
@@ -101,7 +99,8 @@ def test_trajectories_are_unchanged_and_the_most_telling_tasks_come_first(run):
     assert ids == ["train-3", "train-1", "train-0", "train-2", "test-0"]
     runs = data["tasks"][2]["runs"]
     assert [f"{r['agent']} {r['iteration']} {r['reward']}" for r in runs] == [
-        "expert 0 1.0", "target 1 0.2", "failure 1 0.9", "target 2 1.0", "target 2 0.4", "failure 2 0.1"]
+        "expert 0 1.0", "target 1 0.2", "failure 1 0.9", "target 2 1.0", "target 2 0.4",
+        "failure 2 0.1"]
     assert runs[2]["messages"] == read_jsonl(run / "iter1/failure.jsonl")[0]["messages"]
     assert runs[2]["opening"] == 1 and not {"ids", "action_mask"} & runs[2].keys()
 
@@ -180,14 +179,6 @@ def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
 def test_a_long_training_curve_has_the_means_of_consecutive_steps():
     x, y = means([(step, step ** 2) for step in range(1, 81)])
     assert (len(x), x[0], y[0]) == (40, 1.5, 2.5)  # (1 + 2) / 2, (1 + 4) / 2
-
-
-def test_figures_need_no_backend_that_a_notebook_sets():
-    notebook = os.environ | dict(MPLBACKEND="module://matplotlib_inline.backend_inline")
-    code = "from lab.page import figures; print(figures.matplotlib.get_backend().lower())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=notebook, text=True,
-                          capture_output=True)
-    assert done.stdout == "agg\n", done.stderr
 
 
 @needs_browser

@@ -170,10 +170,11 @@ def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts
     """ETO's list of WebShop has a reward and a source beside."""
     file = tmp_path / "published.json"
     file.write_text(PUBLISHED)
-    page, search = ("user", "WebShop [SEP] Instruction: [SEP] x"), ("assistant", "Thought: t\nAction: search[x]")
+    page = "user", "WebShop [SEP] Instruction: [SEP] x"
+    search = "assistant", "Thought: t\nAction: search[x]"
     buy = "assistant", "Thought: t\nAction: click[buy now]"
-    whole = [("user", "their rules"), ("assistant", "OK"), page, search, ("user", "Observation: [SEP] B0"), buy]
     without = [("user", RULES["webshop"]), ("assistant", "OK"), page, search]
+    whole = [("user", "their rules"), *without[1:], ("user", "Observation: [SEP] B0"), buy]
     assert expert_files.read_experts(file, make("webshop", prompts)) == [
         ("webshop-train-17", said(whole), 0.8), ("webshop-train-18", said(without), 1.0)]
     env = environments.make("webshop")

@@ -32,8 +32,8 @@ PHASES = phases("""
     iter1/failure-agent -> {"function": "train_preferences", "name": "failure", "steps": 3, "seconds": 1.0}
     iter1/pairs-target.jsonl -> {"function": "make_pairs", "pairs": {"expert>target": 12, "failure>failure": 5}, "dropped": {"equal failures": 4, "x y": 7}, "seconds": 0.0}
     iter1/target-agent -> {"function": "train_preferences", "name": "target", "steps": 20, "seconds": 1.0}""")
-EVALUATION = dict(function="evaluate", split="test", episodes=4, turns=4.25, reward=0.0, success=0.0,
-                  hard_negative=0.5, turn_limit=0.0, seconds=10.0)
+EVALUATION = dict(function="evaluate", split="test", episodes=4, turns=4.25, reward=0.0,
+                  success=0.0, hard_negative=0.5, turn_limit=0.0, seconds=10.0)
 REWARDS = {"eval-0-target-test.jsonl": [1.0, 0.5, 0.5, 0.0],
            "eval-0-failure-test.jsonl": [1.0, 0.8, 0.0, 0.0],
            "eval-1-target-test.jsonl": [1.0, 1.0, 0.4, 0.0],
@@ -86,14 +86,21 @@ def run(tmp_path):
     return write_run(tmp_path / "run", PHASES, REWARDS)
 
 
+def texts(rows, columns, form=str):
+    """Returns columns of rows, which are dicts, as one text per row."""
+    found = []
+    for row in rows:
+        cells = [form(row[name]) for name in columns.split(", ")]
+        found.append(" -> ".join(cells))
+    return found
+
+
 def shown(run, title, columns):
-    """Returns columns of the table whose title starts with `title`, one text per row."""
-    texts = []
+    """Returns columns of the page's table whose title starts with `title`."""
     for name, header, rows in report.tables(run):
-        for row in rows if name.startswith(title) else []:
-            cells = dict(zip([column.lstrip("<") for column in header], map(str, row)))
-            texts.append(" -> ".join(cells[name] for name in columns.split(", ")))
-    return texts
+        if name.startswith(title):
+            header = [column.lstrip("<") for column in header]
+            return texts([dict(zip(header, row)) for row in rows], columns)
 
 
 def test_interval_matches_the_normal_approximation_of_a_large_sample():
@@ -106,10 +113,12 @@ def test_interval_matches_the_normal_approximation_of_a_large_sample():
 
 def test_the_numbers_of_a_run_by_hand(run):
     report.close(run)
-    assert [e["reward"] for e in read_json(run / "result.json")["evaluations"]] == [0.5, 0.45, 0.6, 0.4]
-    columns = "name, split, episodes, turns, reward, success, hard negatives, turn limit, h:mm:ss, tasks, out of context"
-    assert shown(run, "Evaluation", columns)[2] == (
-        "target -> test -> 4 -> 4.250 -> 0.600 -> 50.0% -> 50.0% -> 0.0% -> 0:00:10 -> 4 -> 0")
+    found = read_json(run / "result.json")["evaluations"]
+    assert [e["reward"] for e in found] == [0.5, 0.45, 0.6, 0.4]
+    assert shown(run, "Evaluation", "name, split, episodes, turns, reward, success")[2] == (
+        "target -> test -> 4 -> 4.250 -> 0.600 -> 50.0%")
+    columns = "hard negatives, turn limit, h:mm:ss, tasks, out of context"
+    assert shown(run, "Evaluation", columns)[2] == "50.0% -> 0.0% -> 0:00:10 -> 4 -> 0"
     assert shown(run, "explore", "hard negatives") == ["30.0%", "16.7%"]
     assert shown(run, "make pairs", "expert>target, failure>failure, dropped") == [
         "- -> 6 -> -", "12 -> 5 -> 4 equal failures, 7 x y"]

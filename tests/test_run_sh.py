@@ -1,5 +1,6 @@
 """run.sh, in a copy of the repository with a PATH that has only the needed tools."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -186,24 +187,26 @@ def test_appworld_gets_an_environment_of_its_own_once(machine, tmp_path, status,
         assert done.stdout == "ran -m lab --env appworld --model m\n"
     assert run("test").stdout.startswith("ran -m pytest")  # with or without it
     apps = f"{run.venv}-appworld"
-    installed = f"{apps}/bin/python -m pip install appworld==0.1.3.post1\n{apps}/bin/appworld install\n"
-    assert said or log.read_text() == installed
+    assert said or log.read_text() == (
+        f"{apps}/bin/python -m pip install appworld==0.1.3.post1\n{apps}/bin/appworld install\n")
     assert not run.venv.exists()
     log.write_text("")
     assert run("webshop").stdout.startswith("ran ") and log.read_text() == ""
 
 
-def test_active_environment_that_satisfies_the_requirements_is_used(machine):
+@pytest.mark.parametrize("words, line", table("""
+    webshop --seed 3 -> -m lab --env webshop --seed 3
+    study a -> -m lab.study.study a
+    compare a -> -m lab.study.compare a
+    page a -> -m lab.page.page a
+    play a -> -m lab.chat.play a
+    learn a -> -m lab.learn a
+    test -k x -> -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -k x"""))
+def test_active_environment_that_satisfies_the_requirements_is_used(machine, words, line):
     run = machine(python3=FULL)
-    done = run("test", "-k", "a name")
-    assert done.stdout == ("ran -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 "
-                           "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
-    assert "-m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
-    for command in "study", "compare", "page", "play":
-        module = {"compare": "study.compare", "play": "chat.play"}.get(command, f"{command}.{command}")
-        assert run(command, "a").stdout == f"ran -m lab.{module} a\n"
-        assert (ROOT / "lab" / f"{module.replace('.', '/')}.py").exists()
-    assert not run.venv.exists()
+    done = run(*words.split())
+    assert (done.stdout, done.returncode) == (f"ran {line}\n", 0) and not run.venv.exists()
+    assert importlib.util.find_spec(line.split()[1])
 
 
 @pytest.mark.parametrize("device, visible, processes", table("""
@@ -248,5 +251,6 @@ def test_the_wheel_of_torch_depends_on_the_machine(
     assert wheel in done.stderr and said in one_line(done)
     asked = log.read_text()
     assert asked.count("install") == int(pips)
-    indices = re.findall(r"--retries 0 --index-url https://download.pytorch.org/whl/(\S+) torch>=", asked)
-    assert indices == index.split() and ("needs 5 GB" in done.stderr) == (index == "cpu")
+    url = r"--retries 0 --index-url https://download.pytorch.org/whl/(\S+) torch>="
+    assert re.findall(url, asked) == index.split()
+    assert ("needs 5 GB" in done.stderr) == (index == "cpu")

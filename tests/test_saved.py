@@ -113,16 +113,6 @@ def test_gpus_that_torch_cannot_use_are_refused_unless_they_are_hidden(monkeypat
     assert "cannot use this machine's GPUs" in refusal(machine.check_torch)
 
 
-def test_a_pipe_as_input_is_refused(tmp_path):
-    """The next pipe would have the same path, and its content would not be read."""
-    read, write = os.pipe()
-    done = subprocess.run([sys.executable, "-m", "lab.learn", f"/dev/fd/{read}", "--out", tmp_path],
-                          cwd=ROOT, pass_fds=[read], capture_output=True, text=True)
-    os.close(read)
-    os.close(write)
-    assert done.returncode == 2 and "is a pipe; give an existing file" in done.stderr
-
-
 def test_a_tracker_that_cannot_start_is_named(toy_run, monkeypatch):
     def fail(*_):
         raise ConnectionError("no key\nand no network")
@@ -134,9 +124,11 @@ def test_a_tracker_that_cannot_start_is_named(toy_run, monkeypatch):
 
 
 def test_the_users_matplotlib_settings_do_not_apply(toy, tmp_path):
+    """Nor does the backend that a notebook sets."""
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
     run = shutil.copytree(toy[0], tmp_path / "run")
-    done = start("-m", "lab.page.page", run, MATPLOTLIBRC=str(tmp_path))
+    done = start("-m", "lab.page.page", run, MATPLOTLIBRC=str(tmp_path),
+                 MPLBACKEND="module://matplotlib_inline.backend_inline")
     assert (done.returncode, done.stderr) == (0, "") and (run / "run.html").exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import LIMIT, ended, fork, refusal, refused, table, wait_until
 from safetensors.torch import save_file
-from test_report import write_lines, write_run
+from test_report import texts, write_lines, write_run
 from transformers import AutoModel
 
 from lab.page import figures
@@ -90,14 +90,16 @@ def made_run(folder, rewards, finished=True, target="target", failure=(), **sett
     phases, of_files = {}, {}
     for name, of_agent in (target, rewards), ("failure", failure):
         for i, of_tasks in enumerate(of_agent):
-            played = dict(name=name, i=i, seconds=0.0, episodes=1, reward=0.0, success=0.0, hard_negative=0.0)
+            played = dict(name=name, i=i, seconds=0.0, episodes=1, reward=0.0, success=0.0,
+                          hard_negative=0.0)
             evaluation, exploration = f"eval-{i}-{name}-test.jsonl", f"iter{i}/{name}.jsonl"
             phases[evaluation] = dict(played, split="test")
             of_files[evaluation] = of_tasks
             if i:
                 phases[exploration] = played
                 of_files[exploration] = of_tasks[:1]
-                phases[f"iter{i}/pairs-{name}.jsonl"] = dict(seconds=1.0, pairs={"expert>target": 2})
+                phases[f"iter{i}/pairs-{name}.jsonl"] = dict(
+                    seconds=1.0, pairs={"expert>target": 2})
                 phases[f"iter{i}/{name}-agent"] = dict(
                     name=name, steps=10 * i, tokens=900, first_loss=0.9, seconds=0.0)
     write_run(folder, phases, of_files, **dict(method="eto", seed=3) | settings)
@@ -107,14 +109,10 @@ def made_run(folder, rewards, finished=True, target="target", failure=(), **sett
 
 
 def shown(folder, title, columns):
-    """Returns columns of the report's table whose title contains `title`, one text per row."""
+    """Returns columns of the report's table whose title contains `title`."""
     made = json.loads((folder / "report.json").read_text())
     rows = next((rows for name, rows in made.items() if title in name), [])
-    texts = []
-    for row in rows:
-        cells = [compare.cell(row[name]) for name in columns.split(", ")]
-        texts.append(" -> ".join(cells))
-    return texts
+    return texts(rows, columns, compare.cell)
 
 
 def lines(text):
@@ -204,7 +202,8 @@ def test_runs_of_one_name_are_seeds_and_only_settings_that_are_read_differ(tmp_p
     """`slots` changes nothing but rounding, ETO does not read `d_fail`, and a copy of the program
     has a setting of its own, gamma."""
     words, fork = [], dict(beta=0.3, gamma=1.0)
-    for name, more in dict(base3=dict(d_fail="all"), base4=dict(slots=7), ipo3=fork, ipo4=fork, ipo5=fork).items():
+    runs = dict(base3=dict(d_fail="all"), base4=dict(slots=7), ipo3=fork, ipo4=fork, ipo5=fork)
+    for name, more in runs.items():
         seed = int(name[-1])
         made_run(tmp_path / name, [[seed / 10]], seed=seed, **dict(beta=0.1, slots=1) | more)
         words.append(f"{name[:-1]}={tmp_path / name}")
@@ -258,8 +257,8 @@ def test_several_environments_have_their_own_tables_and_an_average(tmp_path):
     for folder, tasks, coevolve, frozen in (shop, 2, .5, (0, 0, 0)), (sql, 3, 1, (.5, .75, .5)):
         for seed, reward in enumerate(frozen):
             for arm, last in ("coevolve", coevolve), ("frozen", reward):
-                made_run(folder / f"{arm}-s{seed}", [[0] * tasks, [last] * tasks], method="coevolve",
-                         seed=seed, env=folder.name)
+                made_run(folder / f"{arm}-s{seed}", [[0] * tasks, [last] * tasks],
+                         method="coevolve", seed=seed, env=folder.name)
     folder = compared(tmp_path, shop, sql)
     for title, expected in (
             ("webshop: Eval", """
@@ -285,7 +284,8 @@ def test_agents_are_compared_by_role(tmp_path):
     failure agent alone is another one."""
     rewards = dict(rewards=[[0, 0], [1.0, 0.5]], method="coevolve")
     base = made_run(tmp_path / "base", failure=[[0, 0], [0.5, 0]], **rewards)
-    own = made_run(tmp_path / "own", failure=[[0, 0], [0.5, 0.5]], target="student\x1b[2J", **rewards)
+    own = made_run(tmp_path / "own", failure=[[0, 0], [0.5, 0.5]], target="student\x1b[2J",
+                   **rewards)
     folder = compared(tmp_path, f"base={base}", f"own\x1b[2J={own}")
     assert shown(folder, "Evaluation", "agent, reward")[4:] == lines("""
         target -> +0.000 [+0.000, +0.000]
@@ -307,7 +307,8 @@ def test_a_sampled_evaluation_is_named_and_not_compared_with_greedy_episodes(tmp
     """Two rollouts of the tasks earn 1 and 0, and 1 and 1: 0.75, where the run ended with 0.5.
     Evaluation does not read beta."""
     base = made_run(tmp_path / "base", [[0, 0], [0.5, 0.5]], beta=0.1, temperature=0.7)
-    sampled = made_run(tmp_path / "sampled", [[1, 0, 1, 1]], method="evaluate", beta=9, temperature=0.7)
+    sampled = made_run(tmp_path / "sampled", [[1, 0, 1, 1]], method="evaluate", beta=9,
+                       temperature=0.7)
     file = sampled / "eval-0-target-test.jsonl"
     text = file.read_text()
     for number, task in (1, 0), (2, 1), (3, 1):
@@ -342,9 +343,11 @@ def test_the_report_starts_with_the_differences(tmp_path, capsys):
             pairs -> iter1/pairs-target.jsonl -> expert -> first"""):
         path = tmp_path / name / file
         path.write_text(path.read_text().replace(old, new, 1))
-    weights = dict(base=[1.0, 1.0], rounded=[1.0, 1.0], loss=[1.0, 1.25], pairs=[2.0, 2.0], size=[1.0])
+    weights = dict(base=[1.0, 1.0], rounded=[1.0, 1.0], loss=[1.0, 1.25], pairs=[2.0, 2.0],
+                   size=[1.0])
     for name, values in weights.items():
-        save_file({"w": torch.tensor(values)}, tmp_path / name / "iter1/target-agent/model.safetensors")
+        agent = tmp_path / name / "iter1/target-agent"
+        save_file({"w": torch.tensor(values)}, agent / "model.safetensors")
     folder = compared(tmp_path, *(f"{name}={tmp_path / name}" for name in weights))
     assert shown(folder, "What differs from base", "method, what, difference") == lines("""
         rounded -> settings -> none differ
@@ -484,7 +487,8 @@ def test_a_study_runs_each_arm_on_each_seed_with_its_flags(begun, tmp_path, line
     """The target of coevolve takes 10 and 20 steps on seed 0, 15 on average, and 10 on seed 1. ETO
     + SFT takes lambda_SFT of coevolve, unless it has its own, for which it needs no other run."""
     for seed, count in (0, 3), (1, 2):
-        made_run(tmp_path / f"coevolve-s{seed}", [[0]] * count, seed=seed, method="coevolve", lambda_sft=0.2)
+        made_run(tmp_path / f"coevolve-s{seed}", [[0]] * count, seed=seed, method="coevolve",
+                 lambda_sft=0.2)
     sizes = {f"iter{i}/tasks.jsonl": dict(tasks=size) for i, size in enumerate((7, 31))}
     write_run(tmp_path / "evolve-s3", sizes, method="evolve")
     study.main(["webshop", "--jobs", "1", "--out", str(tmp_path), *line.split()])
