@@ -45,15 +45,14 @@ def parse_object(data: bytes, location) -> dict:
 
 
 def write_json(file: Path, value) -> None:
-    """Writes a value to a JSON file, which has its old or its new content after an interruption."""
+    """Writes a value to a JSON file. An interrupted write leaves the old content of the file."""
     temporary = file.with_name(f"{file.name}.tmp")
     temporary.write_text(json.dumps(value, indent=1))
     os.replace(temporary, file)
 
 
 def json_line(row) -> str:
-    """Returns a line of a JSON lines file for a dict, or for a dataclass object without its Nones.
-    """
+    """Returns the JSON line of a dict, or of a dataclass object, whose None fields are left out."""
     if not isinstance(row, dict):
         values = {field.name: getattr(row, field.name) for field in fields(row)}
         row = {name: value for name, value in values.items() if value is not None}
@@ -63,7 +62,7 @@ def json_line(row) -> str:
 def whole_lines(file: Path) -> list[dict]:
     """Returns the rows of a JSON lines file, or an empty list if the file does not exist.
 
-    The last line is deleted from the file if it is incomplete, because the program was interrupted.
+    An incomplete last line, which an interrupted program has left, is deleted from the file.
     """
     if not file.exists():
         return []
@@ -141,7 +140,8 @@ def share_weights(folder: Path) -> None:
 def lock(folder: Path):
     """Locks the folder of a run, so that no other process can use it, and returns the lock.
 
-    On a file system that does not support locks, the folder stays unlocked.
+    On a file system that does not support locks, the folder stays unlocked. Raises UsageError if
+    another process has locked the folder.
     """
     # With is_singleton, the same process can acquire the lock again. In a notebook, a cell may fail
     # after it has acquired the lock, and may then be executed again.

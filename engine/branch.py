@@ -97,8 +97,8 @@ def settings_of_run(branch: str) -> dict:
 def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str]:
     """Returns the settings that differ between two runs, as {name: "beta (0.1 -> 0.2)"}.
 
-    A setting that a run does not have has the value "-". A setting that has the value of the one
-    that it follows in both runs is left out.
+    A missing setting has the value "-". A setting that has the value of the one that it follows in
+    both runs is left out.
     """
     changes = {}
     for name in sorted(before.keys() | now.keys()):

@@ -101,7 +101,7 @@ class Encoder:
         return self.template.render(plain_messages, add_generation_prompt)
 
     def ids_after(self, context: str, text: str) -> Ids:
-        """Returns the ids of a text after a context, because they may depend on the context."""
+        """Returns the token ids of a text that follows a context, because they may depend on it."""
         context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
         if ids[:len(context_ids)] != context_ids:
@@ -413,6 +413,6 @@ class Template:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error message, after the error's type if it is a single word."""
+    """Returns the first line of an error message. A single word is preceded by the error's type."""
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

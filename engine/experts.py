@@ -59,11 +59,11 @@ def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
 
 
 def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]) -> tuple | None:
-    """Returns the first reply that the environment misreads after encoding and decoding, or None.
+    """Finds the first reply that the environment misreads after encoding and decoding.
 
     Agents imitate the tokens of an expert, and the environment gets their decoded text. If this
     text has other actions, the episode is played with it. The reply is misread if the episode then
-    ends with another reward. The result has its text and its decoded text.
+    ends with another reward. Returns the text of the reply and its decoded text, or None.
 
     Args:
         messages: The messages from the expert's first reply on.
@@ -83,7 +83,7 @@ def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
-    """Returns the contents of all tasks in the evaluation splits. A task may have several ids."""
+    """Returns the contents of the tasks in the evaluation splits. A task may have several ids."""
     contents = set()
     for split in splits:
         for task in env.tasks(split):

@@ -277,9 +277,9 @@ def check_memory(
     tokens: int,
     keeps_reference: bool,
 ) -> str | None:
-    """Returns a message if training with gradient checkpointing, or an inference copy, cannot fit.
+    """Returns a message with a remedy if training or an inference copy does not fit in memory.
 
-    The arguments are those of `training_bytes`.
+    Training is estimated with gradient checkpointing. The arguments are those of `training_bytes`.
     """
     memory = torch.cuda.get_device_properties(0).total_memory
     setup = f"{parameters / 1e9:.2f} B parameters on {ranks} x {memory / 1e9:.0f} GB: "

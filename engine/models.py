@@ -89,7 +89,7 @@ def print_once(text: str) -> None:
 
 
 def file_of(folder, name: str) -> str | None:
-    """Returns the local path of a model's file, after a download if needed, or None."""
+    """Returns the local path of a model's file, or None. A file on the Hub is downloaded."""
     return cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False,
                        _raise_exceptions_for_connection_errors=False)
 
@@ -135,7 +135,7 @@ def is_causal_lm(config) -> bool:
 
 
 def read_full_config(folder):
-    """Returns the config in a folder, after `reset_options`.
+    """Returns the config in a folder, without generation options and extra outputs.
 
     For a multimodal model, the result includes the configs of its image and audio encoders.
     """
@@ -199,7 +199,7 @@ def check_folder(folder: Path) -> None:
 
 
 def positions_of(config) -> float:
-    """Returns the max_position_embeddings of a config, or infinity without a maximum."""
+    """Returns max_position_embeddings of a config, or infinity if it is not set."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return positions if positions > 0 else math.inf
 

@@ -425,7 +425,9 @@ def temporary(path: Path) -> Path:
 
 
 def hashes_of(path: Path):
-    """Returns the hash of a file, or the names and hashes of a folder's files, or the path itself.
+    """Returns the hash of a file, or the names and hashes of the files in a folder.
+
+    If the folder has no files, returns the path itself.
     """
     if path.is_file():
         return file_hash(path)

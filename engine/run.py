@@ -165,8 +165,8 @@ class Run(Phases):
             the last step (such as `loss`).
         """
         s = self.settings
-        # Check again here, because an error, for example after an edit of a trajectory file, should
-        # start with the name of the output.
+        # An error, for example after an edit of a trajectory file, starts with the name of the
+        # output.
         with prefix_errors(self.name):
             dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)

@@ -206,7 +206,7 @@ def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
 
 
 def trajectories_by_name(trajectories: Iterable[Trajectory]) -> dict[tuple, Trajectory]:
-    """Returns a dict of trajectories, and raises ValueError if two of them have the same name."""
+    """Returns {name: trajectory}, and raises ValueError if two trajectories have the same name."""
     by_name = {}
     for t in trajectories:
         stored = by_name.setdefault(name_of(t), t)
