@@ -16,7 +16,7 @@ over tokens, are computed in fp64.
 Shapes:
 
     B        trajectories in a forward pass
-    L        tokens in the longest of these trajectories
+    L        tokens in the longest of these trajectories, and l in a single one
     K        positions at which a forward pass computes logits
     V        tokens in the vocabulary
     T        trajectories in a list of groups
@@ -71,7 +71,7 @@ class Trajectory:
     # The reason why the episode ended, or "" while it is running:
     #     "done"           the environment ended the episode
     #     "turn_limit"     the agent reached the maximum number of replies
-    #     "context_limit"  the trajectory reached the maximum number of tokens
+    #     "context_limit"  the trajectory has no room for another reply or observation
     #     "refused"        an API endpoint refused a request (only if an endpoint is evaluated)
     ended: str = ""
 
@@ -341,7 +341,8 @@ def add_references(
     """Computes log pi_ref(e|u) of each trajectory with pi_ref, and stores it in `t.ref_log_prob`.
 
     In bf16, the log-probabilities of a trajectory depend slightly on the other trajectories in its
-    batch. In the first training step, margins are therefore close to 0, but not exactly 0.
+    batch. If the policy starts as pi_ref, its first margins are therefore close to 0, but not
+    exactly 0.
     """
     for micro_batch in micro_batches(groups, fits):
         trajectories = trajectories_of(micro_batch)
@@ -380,8 +381,8 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Computes the SFT loss, Eq. (3)-(5), summed over all trajectories in the groups."""
-    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), where A is the set of the tokens that
-    # belong to thoughts and actions. The tensor `policy` contains log pi of only these tokens.
+    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A). In the paper, A is the set of the tokens
+    # of thoughts and actions. The tensor `policy` contains log pi of only these tokens.
     return dict(loss=-policy.double().sum()), {}
 
 
@@ -402,8 +403,9 @@ def dpo_loss(
     of each pair, (P,) each. Returns the losses and the margins, (P,) each. The margin is the
     argument of sigma in Eq. (7).
     """
-    # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) ), where e_w is
-    # the chosen trajectory, and e_l is the rejected trajectory.
+    # Eq. (7): L = -log sigma( beta log [pi(e_w|u) / pi_ref(e_w|u)]
+    #                          - beta log [pi(e_l|u) / pi_ref(e_l|u)] ),
+    # where e_w is the chosen trajectory, and e_l is the rejected trajectory.
     margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
     return -F.logsigmoid(margin), margin
 
@@ -462,7 +464,8 @@ def preference_loss(
     dpo = lambda_dpo * weight * preference                                        # (P,)
     sft = lambda_sft * sft_weight * imitation                                     # (P,)
     for column in preference, margin, weight, sft_weight:
-        if column.shape != (len(pairs),):  # it would be broadcast, and the weights would be lost
+        # torch would broadcast a scalar or a column, so that weights act on the wrong pairs.
+        if column.shape != (len(pairs),):
             raise ValueError(f"{len(pairs)} pairs have a loss, margin or weight of shape "
                              f"{tuple(column.shape)}; give one number per pair")
     losses = dict(loss=(dpo + sft).sum(), dpo=dpo.sum(), sft=sft.sum())

@@ -19,8 +19,8 @@ from common.settings import UsageError
 class EnvError(Exception):
     """Raised if the environment itself fails, for example because a server stops.
 
-    The episode is then discarded. The message must be a single line that explains how to fix the
-    problem.
+    The episode is then discarded and played again. If it fails again and again, the run stops. The
+    message must be a single line that explains how to fix the problem.
     """
 
 
@@ -81,12 +81,12 @@ class Interaction:
         return [{"role": "user", "content": content}]
 
     def action(self, reply: str) -> str | None:
-        """Extracts the action from a reply, and returns None if the reply has no action.
+        """Extracts the action from a reply. A subclass may return None if there is none.
 
-        The action is the text after the first label "Action:", up to the end of the line. If there
-        is no label, the whole reply is the action. Lines after the action are ignored, because the
-        agent wrote them before it saw the next observation. Markdown emphasis, quotes, backticks
-        and code fences around the action are removed.
+        The action is the text after the first label "Action:", up to the end of the line. Later
+        lines are ignored, because the agent wrote them before it saw the next observation. If there
+        is no label, the whole reply is the action. Markdown emphasis, quotes, backticks and code
+        fences around the action are removed.
         """
         label = LABEL.search(reply) or re.search("Action:", reply)
         if label:
@@ -112,7 +112,8 @@ def episode(env: Interaction, encoder, t, max_tokens: int):
     Args:
         env: The environment.
         encoder: An `engine.chat.Encoder`, which turns messages into token ids.
-        t: A `dpo.Trajectory` with a task and a seed. This function sets the other fields.
+        t: A `dpo.Trajectory` with a task and a seed. This function sets the fields that `clear`
+            resets.
         max_tokens: The context length. The trajectory always has fewer than `max_tokens` tokens.
 
     Yields:
@@ -241,7 +242,7 @@ class Environment(Interaction):
     # "train", "validation" and the test splits.
     splits: dict[str, dict]
     test_splits: tuple[str, ...]  # names of the test splits, which a run evaluates by default
-    rules = ""                    # start of the prompt: instructions, used only with view "full"
+    rules = ""                    # instructions for the prompt, used only with view "full"
     # A regular expression for text that differs each time a server starts, such as the random price
     # limits of a real WebShop server. This text is ignored when --experts compares the observations
     # of a published trajectory with those of the environment. The default matches no text.

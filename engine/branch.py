@@ -122,9 +122,9 @@ def copy(source: Path, target: Path) -> None:
 def link(source: Path, target: Path) -> None:
     """Makes a hard link to a weight file, or a copy of any other file.
 
-    Users may edit other files, and an edit must not change the original run. A weight file is also
-    copied if a new file would have another mode, for example because the other run belongs to
-    another user.
+    Users may edit other files, and an edit must not change the original run. A weight file is
+    copied, too, if it is on another disk, or if a new file would have another mode, for example
+    because the other run belongs to another user.
     """
     target.touch()
     is_weights = source.suffix in (".safetensors", ".pt")

@@ -68,8 +68,8 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # A file that has a hash in only one of two versions with the same commit is as it was committed
-    # in the other. Otherwise the other version does not have the file.
+    # If both versions have the same commit, a file without a hash in one of them is as it was
+    # committed. If the commits differ, that version does not have the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 

@@ -308,7 +308,7 @@ class Phases:
         return None
 
     def reuse(self, output: str, cache_key: str, inputs: tuple) -> dict | None:
-        """Returns the record of an output of an earlier process if it has the same cache key."""
+        """Returns an earlier process's record of an output, or None if its cache key differs."""
         row = self.recorded.pop(output, None)
         if row is None:
             return None
@@ -413,7 +413,8 @@ def check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder}: it is a file; give a folder")
     names = {path.name for path in folder.glob("*")}
-    # A run that was interrupted right after its start has the file `lock`, but no config.json.
+    # A run that was interrupted right after its start has the file `lock`, but neither config.json
+    # nor phases.json.
     interrupted = "lock" in names and "phases.json" not in names
     if names and "config.json" not in names and not interrupted:
         raise UsageError(f"--out {folder}: it contains {min(names)}, but no config.json of a run; "

@@ -185,8 +185,9 @@ def generate_replies(
         single: If true, the batch size is 1. Otherwise all conversations form one batch.
 
     Returns:
-        A pair for each conversation: the token ids of the reply, and the log-probability of each
-        token under the sampling distribution, in nats, or an empty list at temperature 0.
+        A pair for each conversation: the token ids of the reply, and the list of their
+        log-probabilities under the sampling distribution, in nats. The list is empty at temperature
+        0.
     """
     batch_size = 1 if single else len(conversations)
     end = token_sampler.encoder.end_of_turn

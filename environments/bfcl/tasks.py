@@ -36,8 +36,8 @@ class TaskGenerator:
             for task in tasks(category).values():
                 self.functions |= functions(task["start"])
                 self.texts |= {*map(words_of, task["turns"])}
-                # Store the calls without the start state. A new task must not have the same calls
-                # as an existing task, even if the two start states differ.
+                # Store the calls without default arguments and without the start state. A new
+                # task must not have the same calls as an existing one, whatever its start state.
                 self.solutions.append(self._without_defaults(task))
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:

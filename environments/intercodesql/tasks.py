@@ -98,7 +98,7 @@ class TaskGenerator:
                     solution=[self.env.reply(action) for action in actions])
 
     def question(self, db: str, sql: str, rng: random.Random) -> tuple[str, str] | None:
-        """Returns a question in words that a query answers, and the query as the family writes it.
+        """Returns a question that the query answers, and the query in the form of its family.
 
         Spaces in `sql` are ignored, because some tokenizers decode MAX(age) as MAX ( age ). Returns
         None if no family matches, or if the query does not fit the tables of the database.

@@ -282,8 +282,8 @@ def shop_expert(thoughts: bool):
     """Returns the scripted expert, a function that takes an observation and returns a reply.
 
     The expert only uses the text of the pages. It searches for the type and the attributes, and
-    opens the results that `fitting` selects until a product has the requested colour. Then it
-    clicks the options and buys the product.
+    opens the results that `fitting` selects until a product has the requested colour, or until
+    too few turns are left. Then it clicks the options and buys the product.
 
     Args:
         thoughts: True for replies in the form of ReAct, with a thought before each action.

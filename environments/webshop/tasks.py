@@ -104,7 +104,8 @@ class TaskGenerator:
     # ------------------------------------------------------------------ checks of proposals
 
     def key(self, goal: dict) -> tuple:
-        """Returns a key. If two goals have the same key, every purchase earns the same for both.
+        """Returns a key. For two goals with the same key, every purchase of their type earns the
+        same.
 
         Instead of the price limit, the key contains the number of products of the goal's type that
         are within the limit.

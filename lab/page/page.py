@@ -175,8 +175,8 @@ def interest(runs, target: str) -> tuple:
     """Returns the sort key of a task, which sorts interesting tasks first:
 
     1. Explored tasks come before tasks that were only evaluated.
-    2. Tasks with a lower best reward of the target agent in the last iteration come first, and
-       tasks that it has not played come last.
+    2. Tasks with a lower best reward of the target agent in the last iteration come first. Tasks
+       that it has not played are sorted like solved ones.
     3. Then tasks with a better failure come first.
     """
     played = [r for r in runs if r["agent"] != "expert"]

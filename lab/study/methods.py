@@ -186,8 +186,8 @@ def named(given: list[tuple[str, Path]]) -> dict[str, Runs]:
 
 def finished(folder: Path) -> dict[str, Runs]:
     """Returns the finished runs of a study. Raises UsageError if two runs have different values of
-    a setting that both use. A setting that the arm or the preset of its method sets only has to be
-    the same for all seeds of the arm."""
+    a setting that both use. Settings of an arm, or of the preset of its method, are compared only
+    between the seeds of this arm."""
     given = []
     first = {}  # (arm or "", setting) -> (first run that uses the setting, its value)
     for arm, flags in ARMS.items():
