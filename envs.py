@@ -74,11 +74,8 @@ class Interaction:
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """Returns the first messages of an episode, with the prompt and the first observation.
 
-        Args:
-            observation: The first observation.
-            playing: If True, returns the messages for acting in the environment. If False, returns
-                the messages for training. The two lists of messages differ only if the prompt for
-                acting has examples.
+        If `playing` is True, they are the messages for acting in the environment, and otherwise
+        those for training. The two differ only if the prompt for acting has examples.
         """
         content = f"{self.prompt}\n\n{observation}" if self.prompt else observation
         return [{"role": "user", "content": content}]
@@ -192,11 +189,7 @@ def replace_opening(t, encoder, played: list[dict], trained: list[dict]) -> None
     agents are trained. This function changes only the token ids and the action mask. The field
     `messages` still contains the examples.
 
-    Args:
-        t: The trajectory.
-        encoder: An `engine.chat.Encoder`.
-        played: The first messages that the agent saw in the episode.
-        trained: The first messages for training.
+    `played` are the first messages of the episode, and `trained` those for training.
     """
     if played == trained:
         return
@@ -324,9 +317,8 @@ class Environment(Interaction):
     def possible(self) -> tuple[list[str], str]:
         """Returns help for a person who plays the episode.
 
-        Returns:
-            A tuple of a list and a text. The list has the actions that are available now. The text
-            describes the formats of all other actions, one format per line.
+        The list has the actions that are available now. The text describes the formats of all
+        other actions, one format per line.
         """
         return [], ""
 

@@ -1,5 +1,6 @@
 """Small models, tokenizers and environments for all tests. Nothing is downloaded."""
 
+import faulthandler
 import gc
 import io
 import json
@@ -14,7 +15,9 @@ import threading
 import time
 import traceback
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -33,10 +36,13 @@ torch.set_num_threads(1)
 
 import coevolve  # noqa: E402
 from common.settings import UsageError  # noqa: E402
-from engine import command, run  # noqa: E402
+from engine import run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
+from engine.models import MODELS, read_tokenizer  # noqa: E402
+from environments import environment  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
 
+LIMIT = 900  # seconds that a test may take with its fixtures; the longest takes about 30 [ours]
 DATA = ROOT / "tests" / "data"  # recordings of official code, see its README
 
 
@@ -159,13 +165,17 @@ def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
 
 
 def fork(work, said, **environment) -> int:
-    """Forks a process that runs work(). Returns its id. Its output goes to the file `said`."""
+    """Forks a process that runs work(). Returns its id. Its output goes to the file `said`, and so
+    does the stack of a process that does not end."""
     if process := os.fork():
         return process
     try:
         file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1), os.dup2(file, 2)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, file=2, chain=True)  # prints the stack
+        signal.alarm(LIMIT // 3)
         os.environ.update(environment)
         AcceleratorState._reset_state(reset_partial_state=True)
         tqdm.set_lock(threading.RLock())  # the shared one stays locked if its holder is killed
@@ -201,17 +211,9 @@ def end_of_ranks(ranks, work, said) -> list[int]:
     return [*map(ended, started)]
 
 
-def ended(process, seconds=300):
-    """Returns the exit status of a fork of this process, once it has ended. Aborts one that does
-    not end, so that faulthandler, which pytest enables, prints its stack."""
-    deadline = time.monotonic() + seconds
-    while not (found := os.waitpid(process, os.WNOHANG))[0]:
-        if time.monotonic() > deadline:
-            os.kill(process, signal.SIGABRT)
-            os.waitpid(process, 0)
-            pytest.fail(f"process {process} did not end in {seconds} s; its stack is on stderr")
-        time.sleep(0.005)
-    return os.waitstatus_to_exitcode(found[1])
+def ended(process) -> int:
+    """Returns the exit status of a fork of this process, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def kills_until_it_ends(work, folder, said, seed=0) -> int:
@@ -292,11 +294,10 @@ def wait_for_end(processes):
 
 
 def table(text):
-    """Returns the rows of a table, one a line. Its cells are separated by `->`."""
-    return [[*map(str.strip, line.split("->"))] for line in text.strip().splitlines()]
-
-
-LIMIT = 900  # seconds that a test may take with its fixtures; the longest takes about 30 [ours]
+    """Returns the rows of a table, one a line. Its cells are separated by `->`. Lines that begin
+    with # are comments."""
+    lines = [line for line in text.strip().splitlines() if not line.strip().startswith("#")]
+    return [[*map(str.strip, line.split("->"))] for line in lines]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -312,6 +313,12 @@ def pytest_runtest_protocol(item):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def words():
+    """The encoder of tiny's tokenizer."""
+    return Encoder(read_tokenizer(MODELS["tiny"]))
 
 
 @pytest.fixture(scope="session")
@@ -374,22 +381,25 @@ TOY_SFT = ("--sft-epochs", 1, "--max-tokens", 256, "--max-new-tokens", 6, "--slo
 TOY = (*TOY_SFT, "--iterations", 1, "--dpo-epochs", 1, "--dpo-lr", 1e-3)
 
 
-def core(*flags):
-    command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
-                 "python coevolve.py")
+def core(*flags, run_class=None):
+    """Runs the core, which may be that of a changed program."""
+    program, main = import_module("coevolve"), import_module("engine.command").main
+    main([*map(str, flags)], program.Settings, run_class or program.Run, program.METHODS,
+         "python coevolve.py")
 
 
-def program(*flags):
+def program(*flags, run_class=None):
     """Runs `python coevolve.py FLAGS` in this process. SystemExit has the line of an error."""
     def end(line, status):
         assert status == 2 and "\n" not in line and 30 < len(line) < 700, line
         raise SystemExit(line)
 
+    command = import_module("engine.command")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "end", end)
         patch.setattr(command.signal, "signal", lambda *_: None)  # pytest's own stay
         try:
-            core(*flags)
+            core(*flags, run_class=run_class)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -422,10 +432,21 @@ def toy_run(small_model, tmp_path, monkeypatch):
     """toy_run(*flags, env=environment) runs the core in tmp_path/run, in this process."""
     def start(*flags, env=Toy):
         monkeypatch.setattr(run, "make", lambda *_, **__: env())
-        given = dict(zip(flags[::2], flags[1::2]))
-        own = TOY_SFT if given.get("--method") == "sft" else TOY
+        own = TOY_SFT if flags[:2] == ("--method", "sft") else TOY
         program(*own, "--model", small_model, "--out", tmp_path / "run", *flags)
         return tmp_path / "run"
+
+    return start
+
+
+@pytest.fixture
+def new_run(small_model, tmp_path, monkeypatch):
+    """new_run(env, Settings, **values) -> a run in tmp_path/run, for phases of the test. The next
+    one resumes it."""
+    def start(env=Toy, settings=coevolve.Settings, **values):
+        monkeypatch.setattr(run, "make", lambda *_, **__: env())
+        given = dict(model=str(small_model), out=str(tmp_path / "run"), max_tokens=400)
+        return run.Run(settings(**given | values), environment("webshop")())
 
     return start
 
@@ -442,36 +463,33 @@ def toy(small_model, tmp_path_factory):
 
 
 class Again:
-    """Wraps `env` as the core does: an episode that breaks is replayed from its start, at most
-    `times` times."""
+    """Wraps `env` as the core does: an episode that breaks is replayed from its start, at most twice.
+    """
 
-    def __init__(self, env, times: int = 2):
-        self.env, self.times = env, times
+    def __init__(self, env):
+        self.env = env
 
     def __getattr__(self, name):
         return getattr(self.env, name)
 
     def reset(self, task):
-        self.task, self.replies = task, []
-        return self.play()
+        self.calls = [partial(self.env.reset, task)]
+        return self.play(self.calls)
 
     def step(self, reply):
-        self.replies.append(reply)
-        return self.play(last=True)
+        self.calls.append(partial(self.env.step, reply))
+        return self.play(self.calls[-1:])
 
-    def play(self, last=False):
-        """Returns the last step, alone or after a replay. Raises EnvError if the fault persists."""
-        for left in range(self.times, -1, -1):
+    def play(self, calls):
+        """Returns the result of the last call. Raises EnvError if the fault persists."""
+        for replays in reversed(range(3)):
             try:
-                found = None if last else self.env.reset(self.task)
-                for reply in self.replies[-1:] if last else self.replies:
-                    found = self.env.step(reply)
-                return found
+                return [call() for call in calls][-1]
             except EnvError:
                 self.env.close()
-                if not left:
+                if not replays:
                     raise
-                last = False
+                calls = self.calls
 
 
 class Loopback(ThreadingHTTPServer):

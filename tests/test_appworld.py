@@ -1,7 +1,6 @@
 """AppWorld: isolated processes, with a child that does not need the package. Then the small
 AppWorld with the package, which run.sh installs into .venv-appworld."""
 
-import ast
 import json
 import os
 import random
@@ -18,8 +17,9 @@ from conftest import ROOT, refusal, table, wait_for_end, wait_until
 from common.settings import UsageError
 from environments import converse, environment, make, replay
 from environments.appworld import data, judging, processes
-from environments.appworld.data import MAX_REPLIES, calls_in, parts, small_appworld
-from environments.appworld.environment import FORM, block, code_of
+from environments.appworld.data import MAX_REPLIES, parts, small_appworld
+from environments.appworld.environment import FORM
+from environments.appworld.python_code import block, calls_of, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
 from envs import EnvError, Step
 
@@ -414,7 +414,7 @@ def solution(apis, requester):
         "a = 1\nrows = apis.phone.show_alarms(access_token=a, page_limit=5)\nprint(rows)",
         "for row in rows:\n    apis.phone.delete_alarm(alarm_id=row)\n    apis.phone.show_alarms()\n"
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
-    assert calls_in(ast.parse(found[2])) == ["supervisor.complete_task", "phone.show_alarm"]
+    assert calls_of(found[2]) == {"supervisor.complete_task", "phone.show_alarm"}
     long = "def solution(apis, requester):\n" + "    apis.a.b()\n" * 70
     assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MAX_REPLIES == 30
 

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Toy
+from safetensors.torch import load_file
 
 import dpo
 from common.files import read_jsonl
 from dpo import Trajectory
-from engine import run as engine_run
-from engine.models import read_model
-from environments import environment
 from lab import baselines
 from lab.settings import METHODS, Settings
 
@@ -34,14 +32,12 @@ class OneReply(Toy):
 
 
 @pytest.fixture
-def run(small_model, tmp_path, monkeypatch):
+def run(new_run):
     """run(method, **settings) -> the finished run."""
     def start(method, **changed):
-        monkeypatch.setattr(engine_run, "make", lambda *_, **__: OneReply())
-        r = engine_run.Run(Settings(**dict(
-            method=method, model=str(small_model), out=str(tmp_path / "run"), iterations=1,
-            max_tokens=400, max_new_tokens=5, sft_epochs=1, sft_lr=1e-4,
-            temperature=1.5) | changed), environment("webshop")())
+        r = new_run(OneReply, Settings, **dict(
+            method=method, iterations=1, max_new_tokens=5, sft_epochs=1, sft_lr=1e-4,
+            temperature=1.5) | changed)
         METHODS[method].loop(r)
         return r
 
@@ -49,7 +45,7 @@ def run(small_model, tmp_path, monkeypatch):
 
 
 def rows(run, name):
-    return read_jsonl(run.folder / name)
+    return read_jsonl(run.folder / f"{name}.jsonl")
 
 
 # -------------------------------------------------------------------------------- RFT and DART
@@ -78,7 +74,6 @@ def test_join_by_hand():
         played("a", 1.0, "Thought: why not?\nAction:  x"), shown], [FULL, played("b", 1.0, "x")])
     assert found[:3] == [*experts, new]
     assert [[m["content"] for m in t.messages] for t in found[3:]] == [["a page", "z"]]
-    assert len(shown.messages) == 4
     assert numbers == dict(experts=2, successes=2, dropped={
         "failure": 1, "known already": 3, "too long": 1})
 
@@ -88,9 +83,10 @@ def test_rft_starts_from_the_base_again(run, monkeypatch):
     does not matter."""
     monkeypatch.setattr(OneReply, "best", 3)
     r = run("rft")
-    assert rows(r, "iter1/experts.jsonl") == rows(r, "experts.jsonl")
-    a, b = (read_model(r.folder / agent).state_dict() for agent in ("sft-target", "iter1/target-agent"))
-    assert all(torch.allclose(a[name], b[name], atol=1e-7) for name in a)
+    assert rows(r, "iter1/experts") == rows(r, "experts")
+    a, b = (load_file(r.folder / agent / "model.safetensors")
+            for agent in ("sft-target", "iter1/target-agent"))
+    torch.testing.assert_close(a, b, atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("successes, extra", [(0, 10), (1, 8), (4, 2), (5, 0)])
@@ -100,22 +96,16 @@ def test_dart_gives_what_the_paper_gives(successes, extra):
 
 def test_dart_samples_more_where_the_first_samples_failed_and_adds_each_success_once(run):
     r = run("dart", rollouts=4, dart_budget=8)
-    first, more = (rows(r, f"iter1/{name}.jsonl") for name in ("target", "target-more"))
-    failures = Counter(dict.fromkeys((f"toy-train-{i}" for i in range(TASKS)), 0))
-    won = set()
-    for e in first + more:
-        if e["reward"] == 1 and e["messages"][1]["content"] != "c":  # not as the expert does
-            won.add((e["task"], e["messages"][1]["content"]))
-    for e in first:
-        failures[e["task"]] += e["reward"] < 1
+    first, more, joined = (rows(r, f"iter1/{name}") for name in ("target", "target-more", "experts"))
+    failures = Counter(e["task"] for e in first if e["reward"] < 1)
     assert len({*failures.values()}) > 1  # or the test would say little
-    assert Counter(e["task"] for e in first) == dict.fromkeys(failures, 4)
-    assert Counter(e["task"] for e in more) == +Counter({task: 2 * n for task, n in failures.items()})
+    assert Counter(e["task"] for e in first) == {f"toy-train-{i}": 4 for i in range(TASKS)}
+    assert Counter(e["task"] for e in more) == {task: 2 * n for task, n in failures.items()}
     assert min(e["rollout"] for e in more) == 4
     assert len({(e["task"], e["seed"]) for e in first + more}) == len(first + more)
-    joined = rows(r, "iter1/experts.jsonl")[TASKS:]
-    assert {(e["task"], e["messages"][1]["content"]) for e in joined} == won
-    assert len(joined) == len(won) == r.done["iter1/experts.jsonl"]["successes"]
+    won = {(e["task"], e["messages"][1]["content"]) for e in first + more if e["reward"] == 1}
+    added = [(e["task"], e["messages"][1]["content"]) for e in joined[TASKS:]]
+    assert sorted(added) == sorted(key for key in won if key[1] != "c")  # not as the expert does
     assert any(e["rollout"] >= 4 for e in joined)  # of the second sampling
     assert [row["i"] for row in r.done.values() if row["function"] == "evaluate"] == [0, 1]
 
@@ -146,21 +136,20 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
         monkeypatch.setattr(baselines, f"PPO_{name}", value)
     settings = dict(iterations=2, rollouts=4, ppo_lr=1e-2)
     r = run("ppo", **settings)
-    kl = [r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2)]
-    assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
-    assert [row["i"] for row in r.done.values() if row["function"] == "evaluate"] == [0, 1, 2]
-    steps = rows(r, "iter1/target-agent/train.jsonl")
-    assert len(steps) == 3 * math.ceil(TASKS / 2)
+    before, after = (r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2))
+    assert before == pytest.approx(0, abs=1e-5) and after > 0.01
     for groups, how in seen:
         assert how == dict(clip=0.3, kl=0.01)
         sampled = torch.tensor([x for t in dpo.trajectories_of(groups) for x in t.log_probs])
         assert torch.allclose(torch.cat([group.old_log_probs for group in groups]), sampled, atol=1e-4)
     # The first step's ratios are 1 and its divergences 0: its loss is - sum of A over tokens.
-    total, tokens = 0.0, 0
+    total = tokens = 0
     for t in dpo.trajectories_of(seen[0][0]):
-        rewards = [e["reward"] for e in rows(r, "iter1/target.jsonl") if e["task"] == t.task]
+        rewards = [e["reward"] for e in rows(r, "iter1/target") if e["task"] == t.task]
         total += t.action_count * (t.reward - (sum(rewards) - t.reward) / 3)
         tokens += t.action_count
+    steps = rows(r, "iter1/target-agent/train")
     assert steps[0]["loss"] == pytest.approx(-total / tokens, abs=1e-6)
+    assert len(steps) == 3 * math.ceil(TASKS / 2)
     count = len(seen)
     assert run("ppo", **settings).done == r.done and len(seen) == count

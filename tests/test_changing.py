@@ -11,14 +11,12 @@ import sys
 from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
-from unittest.mock import Mock
 
-import conftest
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from conftest import ROOT
+from conftest import ROOT, program
 from safetensors.torch import load_file
 
 from common.files import read_json
@@ -60,12 +58,8 @@ def changed(tmp_path, monkeypatch):
 
     def start(title):
         folder = tmp_path / title.replace(" ", "-")
-        folder.mkdir()
-        for name in FILES:
-            shutil.copy(ROOT / f"{name}.py", folder)
-        for name in FOLDERS:
-            shutil.copytree(ROOT / name, folder / name)
-        (folder / "tiny").symlink_to(ROOT / "tiny")
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "docs", "lab", "runs", "tests")
+        shutil.copytree(ROOT, folder, ignore=left_out)
         for file, old, new in CHANGES.get(title, []):
             path = folder / file
             text = path.read_text() if old else ""
@@ -96,21 +90,15 @@ def train(core, flags, until=None):
                 raise Enough
             return value
 
-    command = importlib.import_module("engine.command")  # of this program
-    command.end = lambda line, status: pytest.fail(line)  # in place of the end of this process
-    command.signal = Mock()  # pytest keeps its own handlers
-    try:
-        with suppress(Enough):
-            command.main([*map(str, flags)], core.Settings, Run, core.METHODS, "coevolve.py")
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with suppress(Enough):
+        program(*flags, run_class=Run)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The folder of a run of the unchanged program."""
     out = tmp_path_factory.mktemp("changing") / "base"
-    conftest.program(*SMALL, "--out", out)
+    program(*SMALL, "--out", out)
     return out
 
 
@@ -132,8 +120,12 @@ def phases(run):
     return read_json(run / "phases.json")
 
 
-def first_step(run, agent):
-    return rows(run / f"iter1/{agent}-agent/train.jsonl")[0]
+def steps(run, agent):
+    return rows(run / f"iter1/{agent}-agent/train.jsonl")
+
+
+def margins(run, agent, i=1):
+    return rows(run / f"iter{i}/{agent}-agent/margins.jsonl")
 
 
 def weights(run, agent):
@@ -162,20 +154,17 @@ def test_names_and_outputs_of_the_page_exist_and_each_change_has_a_test(base):
 
 
 def test_ipo(fork):
-    control, run = fork("IPO", "iter1/failure-agent", "--dpo-epochs 2", until="iter1/target-agent")
-    for agent in "failure", "target":
-        first, of_dpo = first_step(run, agent), first_step(control, agent)
-        assert first["norm"] == pytest.approx(of_dpo["norm"], rel=1e-4)
-        assert first["dpo"] / of_dpo["dpo"] == pytest.approx(1 / 8 / LN2, rel=1e-5)
-    for folder, loss in (control, lambda m: math.log(1 + math.exp(-m))), (run, lambda m: (m - 0.5) ** 2 / 2):
-        margins = [row["last"][2] for row in rows(folder / "iter1/failure-agent/margins.jsonl")]
-        second = rows(folder / "iter1/failure-agent/train.jsonl")[1]["loss"]
-        assert second == pytest.approx(sum(map(loss, margins)) / len(margins), rel=1e-5)
+    control, run = fork("IPO", "iter1/failure-agent", "--dpo-epochs 2", until="iter1/failure-agent")
+    (first, second), (of_dpo, _) = (steps(each, "failure") for each in (run, control))
+    assert first["norm"] == pytest.approx(of_dpo["norm"], rel=1e-4)
+    assert (first["loss"], of_dpo["loss"]) == pytest.approx((1 / 8, LN2), rel=1e-5)
+    losses = [(row["last"][2] - 0.5) ** 2 / 2 for row in margins(run, "failure")]
+    assert second["loss"] == pytest.approx(fmean(losses), rel=1e-5)
 
 
 def test_cdpo(fork):
-    control, run = fork("cDPO", "iter1/failure-agent", until="iter1/failure-agent")
-    first, of_dpo = first_step(run, "failure"), first_step(control, "failure")
+    folders = fork("cDPO", "iter1/failure-agent", until="iter1/failure-agent")
+    [of_dpo], [first] = (steps(folder, "failure") for folder in folders)
     assert first["loss"] == first["dpo"] == pytest.approx(LN2) and first["sft"] == 0
     assert first["norm"] / of_dpo["norm"] == pytest.approx(0.8, rel=1e-4)
 
@@ -185,19 +174,17 @@ def test_simpo(fork):
     folders = fork("SimPO", "iter1/failure-agent", flags, until="iter1/target-agent")
     for folder, gamma in zip(folders, (0, 1)):
         assert read_json(folder / "config.json")["settings"]["beta_later"] == 2
-        assert first_step(folder, "target")["sft"] == 0
-        margins = [row["first"][2] for row in rows(folder / "iter1/failure-agent/margins.jsonl")]
-        losses = [math.log(1 + math.exp(gamma - margin)) for margin in margins]
-        first = first_step(folder, "failure")["loss"]
-        assert first == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        assert steps(folder, "target")[0]["sft"] == 0
+        losses = [math.log(1 + math.exp(gamma - row["first"][2])) for row in margins(folder, "failure")]
+        assert steps(folder, "failure")[0]["loss"] == pytest.approx(fmean(losses), rel=1e-5)
 
 
 def test_infonca(fork):
     _, run = fork("InfoNCA", "iter1/target-agent", "--method eto", until="iter1/target-agent")
     played = rows(run / "experts.jsonl") + rows(run / "iter1/target.jsonl")
     counts = Counter(e["task"] for e in played if e["ended"] != "context_limit")
-    logs = [math.log(n) for n in counts.values()]
-    assert first_step(run, "target")["loss"] == pytest.approx(sum(logs) / len(logs), abs=1e-5)
+    mean = fmean(math.log(n) for n in counts.values())
+    assert steps(run, "target")[0]["loss"] == pytest.approx(mean, abs=1e-5)
 
     # Two rewards differ by 0.1: softmax of (1, 0). Log-ratios 0.5 and 0.1, beta 2.
     dpo = importlib.import_module("dpo")
@@ -211,9 +198,10 @@ def test_infonca(fork):
 
 
 def test_a_rate_per_agent(fork):
-    control, run = fork("a rate per agent", "iter1/failure-agent", until="iter1/target-agent")
+    folders = fork("a rate per agent", "iter1/failure-agent", until="iter1/target-agent")
     for agent, factor in ("failure", 2), ("target", 1):
-        assert first_step(run, agent)["lr"] == factor * first_step(control, agent)["lr"]
+        before, after = (steps(folder, agent)[0]["lr"] for folder in folders)
+        assert after == factor * before
 
 
 def test_another_optimiser(fork):
@@ -221,9 +209,9 @@ def test_another_optimiser(fork):
     moves each weight by up to the rate."""
     control, run = fork("another optimiser", "iter1/failure-agent", "--dpo-lr 0.01",
                         until="iter1/failure-agent")
-    distance = moved(weights(run, "sft-failure"), weights(run, "iter1/failure-agent"))
-    assert distance == pytest.approx(0.01 * min(1, first_step(run, "failure")["norm"]), rel=1e-3)
-    of_adamw = moved(weights(control, "sft-failure"), weights(control, "iter1/failure-agent"))
+    of_adamw, distance = (moved(weights(folder, "sft-failure"), weights(folder, "iter1/failure-agent"))
+                          for folder in (control, run))
+    assert distance == pytest.approx(0.01 * min(1, steps(run, "failure")[0]["norm"]), rel=1e-3)
     assert of_adamw > 100 * distance
 
 
@@ -235,31 +223,26 @@ def test_a_moving_average_as_the_reference(fork):
     for name, weight in weights(run, "iter1/reference").items():
         torch.testing.assert_close(weight, 0.9 * old[name] + 0.1 * new[name])
     assert rows(run / "iter2/pairs-target.jsonl") == rows(control / "iter2/pairs-target.jsonl")
-    margins, of_sft = ([row["first"][2] for row in rows(folder / "iter2/target-agent/margins.jsonl")]
-                       for folder in (run, control))
     # pi_ref has moved a tenth of the way to the policy, so the first margins are nine tenths.
-    assert sum(map(abs, margins)) == pytest.approx(0.9 * sum(map(abs, of_sft)), rel=0.02)
+    averaged, of_sft = (sum(abs(row["first"][2]) for row in margins(folder, "target", 2))
+                        for folder in (run, control))
+    assert averaged == pytest.approx(0.9 * of_sft, rel=0.02)
 
 
 def test_lora(fork):
     pytest.importorskip("peft")
     _, run = fork("LoRA", "iter1/failure-agent", "--dpo-lr 1e-4 --dpo-epochs 2",
                   until="iter1/failure-agent")
-    first, last = rows(run / "iter1/failure-agent/train.jsonl")
+    first, last = steps(run, "failure")
     assert first["loss"] == pytest.approx(LN2) and last["loss"] < LN2
     assert not [*(run / "iter1/failure-agent").glob("adapter*")]
     before, after = weights(run, "sft-failure"), weights(run, "iter1/failure-agent")
     assert before.keys() == after.keys()
-    trained = 0
-    for name, weight in before.items():
-        difference = after[name] - weight
-        if "norm" in name or "embed" in name:
-            assert not difference.any(), name
-        elif difference.any():
-            s = torch.linalg.svdvals(difference)
-            assert s[8] < 1e-2 * s[0]  # of rank 8, but for the rounding of the merged weights
-            trained += 1
-    assert trained > 5
+    trained = [name for name, weight in before.items() if (after[name] != weight).any()]
+    assert len(trained) > 5 and not any("norm" in name or "embed" in name for name in trained)
+    for name in trained:
+        s = torch.linalg.svdvals(after[name] - before[name])
+        assert s[8] < 1e-2 * s[0]  # of rank 8, but for the rounding of the merged weights
 
 
 def sides(row):
@@ -267,7 +250,7 @@ def sides(row):
 
 
 def learned_from(run, agent="failure"):
-    return sorted(sides(row) for row in rows(run / f"iter1/{agent}-agent/margins.jsonl"))
+    return sorted(sides(row) for row in margins(run, agent))
 
 
 @pytest.mark.parametrize("title, more, keeps", [
@@ -305,12 +288,10 @@ def test_weights_by_hardness(base, changed):
     pairs, _ = pairs_of(changed("expert pairs weigh more, the harder their negative is"), base)
     of_task = defaultdict(list)
     for pair in pairs:
-        if pair.kind == "failure>failure":
-            assert pair.sft_weight == 0
-        else:
+        imitated = pair.chosen.agent == "expert" or pair.chosen.reward == 1
+        assert pair.sft_weight == imitated * pair.weight
+        if pair.kind != "failure>failure":
             of_task[pair.chosen.task].append(pair)
-            imitated = pair.chosen.agent == "expert" or pair.chosen.reward == 1
-            assert pair.sft_weight == imitated * pair.weight
     for same_task in of_task.values():
         parts = [0.5 + pair.rejected.reward for pair in same_task]
         assert [pair.weight for pair in same_task] == pytest.approx([x / sum(parts) for x in parts])
@@ -342,10 +323,10 @@ def test_two_failure_agents(fork):
     assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-second/train.jsonl")
     assert "eval-0-second-validation.jsonl" in phases(run)
 
-    kinds = phases(run)["iter1/pairs-target.jsonl"]["pairs"]
-    played = [e for e in rows(run / "iter1/second.jsonl") if e["ended"] != "context_limit"]
     experts = {e["task"]: e["reward"] for e in rows(run / "experts.jsonl")}
-    worse = [e for e in played if e["reward"] < experts[e["task"]]]
+    worse = [e for e in rows(run / "iter1/second.jsonl")
+             if e["ended"] != "context_limit" and e["reward"] < experts[e["task"]]]
+    kinds = phases(run)["iter1/pairs-target.jsonl"]["pairs"]
     assert kinds["expert>second"] == len(worse) > 5
     for agent in "failure", "second":
         pairs = rows(run / f"iter1/pairs-{agent}.jsonl")
@@ -374,7 +355,7 @@ def test_a_new_phase_is_printed_and_shown_on_the_page(fork, capsys):
                      if row["chosen"]["reward"] - row["rejected"]["reward"] > 0.4]
     assert row["function"] == "judge" and row["kept"] == len(after) > 5
     assert row["refused"] == len(before) - len(after) > 5
-    assert len(rows(run / "iter1/target-agent/margins.jsonl")) == len(after)
+    assert len(margins(run, "target")) == len(after)
 
     assert f"{len(after)} kept, {row['refused']} refused" in capsys.readouterr().out
     report.close(run)

@@ -53,8 +53,6 @@ def train(accelerator, folder, shard):
         models.prepare = lambda model, recompute: (models.fuse_norms(model), prepare(model, recompute))
     model = models.load(accelerator, folder / "base", recompute=shard, shard=shard)
     parameters = [*model.parameters()]
-    norms = sum(isinstance(module, models.FusedRMSNorm) for module in model.modules())
-    assert norms == (4 * 2 + 1 if shard else 0)  # two layers of Qwen3
     assert isinstance(model, FSDPModule) == shard
     assert {p.dtype for p in parameters} == {torch.float32}
     assert len(reads) == (accelerator.is_main_process or not shard)  # one rank reads for all
@@ -62,12 +60,11 @@ def train(accelerator, folder, shard):
         held = sum(p.to_local().numel() for p in parameters)
         assert held * ranks < 1.3 * sum(p.numel() for p in parameters)
     dpo.add_references(model, groups, partial(distributed_log_probs, accelerator, tokens=0))
-    log_probs = partial(distributed_log_probs, accelerator, tokens=40)
-    fits = partial(fits_in_round, tokens=40, ranks=ranks)
     steps = [[groups[int(i)] for i in batch] for batch in ("012", "3", "45", "501", "2")]
     log = dpo.train(model, dpo.adamw(model, 0.01), steps, dpo.learning_rates(5, 1e-3, 0.5, True),
-                    partial(dpo.preference_loss, beta=0.1), dpo.pair_count, log_probs, fits=fits,
-                    clip=average_and_clip)
+                    partial(dpo.preference_loss, beta=0.1), dpo.pair_count,
+                    partial(distributed_log_probs, accelerator, tokens=40),
+                    fits=partial(fits_in_round, tokens=40, ranks=ranks), clip=average_and_clip)
     models.save(accelerator, model, Encoder(make_tokenizer("chatml")), folder / "after")
     return dict(log=[flatten("", line) for line in log],
                 references=[t.ref_log_prob for t in dpo.trajectories_of(groups)])
@@ -91,34 +88,30 @@ def test_unsharded_and_sharded_ranks_train_like_one_process(ranks, shard, one, t
         assert b["/loss"] == pytest.approx(a["/loss"], abs=1e-6, rel=1e-6)
         assert b["/norm"] == pytest.approx(a["/norm"], rel=1e-4)
         for name in a.keys() - {"/norm"}:
-            # Before the first update, a margin's sign, which the accuracy counts, is rounding.
-            if not name.endswith("accuracy") or abs(a[name.replace("accuracy", "margin")]) > 1e-4:
+            if not name.endswith("accuracy"):  # before the first update, it counts signs of rounding
                 assert b[name] == pytest.approx(a[name], abs=1e-3)
     of_one, of_ranks = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "after"))
-    assert of_one.keys() == of_ranks.keys()
-    for name in of_one:
-        torch.testing.assert_close(of_ranks[name], of_one[name], atol=1e-5, rtol=0)
+    torch.testing.assert_close(of_ranks, of_one, atol=1e-5, rtol=0)
     assert "lm_head.weight" not in of_one  # tied weights are saved once
 
 
-def load_sharded(accelerator, folder, family):
+def load_sharded(accelerator, folder):
     """Returns the generation config of a sharded model on each rank, and the error of its logits."""
-    model = models.load_sharded(accelerator, folder / family, recompute=False)
+    model = models.load_sharded(accelerator, folder, recompute=False)
     known = [None] * accelerator.num_processes
     torch.distributed.all_gather_object(known, model.generation_config.to_dict())
-    whole = models.read_model(folder / family)
+    whole = models.read_model(folder)
     ids = torch.tensor([[*range(5, 25)]])
     off = (model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max().item()
-    return dict(known=known, whole=whole.generation_config.to_dict(), off=off)
+    return off, known == [whole.generation_config.to_dict()] * 2
 
 
 @pytest.mark.parametrize("family", ["bart", "zamba"])
 def test_a_sharded_model_equals_the_unsharded_one(family, tmp_path):
     """BART's config would force an end of text. Layers of Zamba share parameters."""
-    tiny_model(family).save_pretrained(tmp_path / family)
-    found = in_ranks(2, load_sharded, tmp_path, family)
-    assert found["known"] == [found["whole"]] * 2
-    assert found["off"] < 1e-4
+    tiny_model(family).save_pretrained(tmp_path)
+    off, same = in_ranks(2, load_sharded, tmp_path)
+    assert off < 1e-4 and same
 
 
 # ----------------------------------------------------------------------------- the loop on ranks
@@ -148,17 +141,13 @@ def test_two_ranks_run_the_core_like_one_process(start, tmp_path):
         statuses, said = start(ranks, *ETO, "--out", tmp_path / str(ranks))
         assert statuses == [0] * ranks, said[-3000:]
         assert said.count("eto on webshop") == 1  # the first rank alone prints
-
-    def both(name):
-        return zip(*[read_jsonl(tmp_path / out / name) for out in "12"], strict=True)
-
-    for name in ("experts.jsonl", "iter1/target.jsonl", "iter1/pairs-target.jsonl",
-                 "eval-1-target-test.jsonl"):
-        for a, b in both(name):
-            assert a.pop("log_probs", []) == pytest.approx(b.pop("log_probs", []), abs=1e-4)
-            assert a == b
-    for a, b in both("iter1/target-agent/train.jsonl"):
-        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+    for name in ("experts", "iter1/target", "iter1/pairs-target", "eval-1-target-test",
+                 "iter1/target-agent/train"):
+        one, two = (read_jsonl(tmp_path / out / f"{name}.jsonl") for out in "12")
+        for a, b in zip(one, two, strict=True):
+            for rounded in "log_probs", "loss":
+                assert a.pop(rounded, []) == pytest.approx(b.pop(rounded, []), abs=1e-4)
+            assert a == b or name.endswith("train")  # whose other numbers are rounded, too
     # A resumed run may have another number of ranks.
     times = {p: p.stat().st_mtime_ns for p in (tmp_path / "2").rglob("*.safetensors")}
     assert start(1, *ETO, "--out", tmp_path / "2")[0] == [0]
@@ -202,7 +191,7 @@ def test_ranks_whose_loops_differ_end_in_one_line(start, monkeypatch):
 
 
 def differ(accelerator, model, folder):
-    """Compares calls of `once` that depend on the rank."""
+    """Compares calls of `once` that depend on the rank. The ranks can agree after each of them."""
     rank = accelerator.process_index
     run = Run(coevolve.Settings(model=str(model), out=str(folder / "run")), environment("webshop")())
 
@@ -219,7 +208,6 @@ def differ(accelerator, model, folder):
 
 
 def test_all_that_identifies_a_phase_is_compared(small_model, tmp_path):
-    """The ranks can agree after each of them."""
     assert in_ranks(2, differ, small_model, tmp_path) == [dict(text="a"), dict(text="b")]
 
 
@@ -228,7 +216,7 @@ def test_all_that_identifies_a_phase_is_compared(small_model, tmp_path):
 
 def bf16(accelerator, folder, shard):
     """Trains one step at a learning rate of 1e-6. Returns the loss and the references per precision."""
-    results = {}
+    results = []
     for precision in ("no", "bf16"):
         AcceleratorState._reset_state()
         accelerator = Accelerator(cpu=True, mixed_precision=precision)
@@ -240,15 +228,14 @@ def bf16(accelerator, folder, shard):
         groups = [group(str(i), seed=i) for i in range(3)]
         log_probs = partial(distributed_log_probs, accelerator, tokens=1000)
         dpo.add_references(model, groups, log_probs)
-        loss = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.0)
-        [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,
-                           log_probs, clip=average_and_clip)
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], partial(
+            dpo.preference_loss, beta=0.1), dpo.pair_count, log_probs, clip=average_and_clip)
         assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
         for name, p in unsharded(model).items():
+            assert p.dtype == torch.float32
             if ".layers." in name and p.ndim == 2:
                 assert (p != before[name]).float().mean() > 0.99, name
-        results[precision] = line["loss"], [t.ref_log_prob for t in dpo.trajectories_of(groups)]
+        results.append([line["dpo"], [t.ref_log_prob for t in dpo.trajectories_of(groups)]])
     return results
 
 
@@ -262,8 +249,7 @@ def unsharded(model):
 def test_bf16_forward_passes_change_fp32_weights(ranks, tmp_path):
     """The loss is that of fp32 up to rounding, and nearly all weights change. Two ranks are sharded."""
     make_model(VOCABULARY, seed=3, dtype=torch.float32).save_pretrained(tmp_path)
-    results = in_ranks(ranks, bf16, tmp_path, ranks > 1)
-    (plain, references), (half, in_bf16) = results["no"], results["bf16"]
+    (loss, references), (half, in_bf16) = in_ranks(ranks, bf16, tmp_path, ranks > 1)
     assert in_bf16 == pytest.approx(references, rel=0.03) and in_bf16 != references
     # In both precisions the loss of the first step is ln 2 times the mean weight.
-    assert half == pytest.approx(plain, abs=1e-5)
+    assert half == pytest.approx(loss, abs=1e-5)

@@ -5,11 +5,10 @@ import json
 import random
 
 import pytest
-from conftest import CHATML, CONVERSATION, TEMPLATES, make_tokenizer
+from conftest import CHATML, CONVERSATION, TEMPLATES, make_tokenizer, refusal, table
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from common.settings import UsageError
 from dpo import Trajectory
 from engine.chat import Encoder
 
@@ -24,15 +23,8 @@ def encoder():
 
 def stretches_of_actions(ids, mask):
     """Returns the ids of each span of action tokens."""
-    found = []
-    before = 0
-    for token, is_action in zip(ids, mask, strict=True):
-        if is_action and not before:
-            found.append([])
-        if is_action:
-            found[-1].append(token)
-        before = is_action
-    return found
+    spans = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in span] for is_action, span in spans if is_action]
 
 
 def whole(tokenizer, messages) -> list[int]:
@@ -53,13 +45,9 @@ def test_turn_by_turn_ids_are_those_of_the_template_and_the_mask_has_the_replies
     rng = random.Random(name)
     talks = [CONVERSATION]
     for _ in range(15):
-        talk = []
-        for turn in range(rng.randint(1, 9)):
-            words = rng.choices(WORDS, k=rng.randint(0, 12))
-            role = "assistant" if turn % 2 else "user"
-            talk.append(dict(role=role, content=encoder.plain(" ".join(words).strip())))
-        talks.append(talk)
-
+        texts = [rng.choices(WORDS, k=rng.randint(0, 12)) for _ in range(rng.randint(1, 9))]
+        talks.append([dict(role=role, content=encoder.plain(" ".join(words).strip()))
+                      for role, words in zip(itertools.cycle(["user", "assistant"]), texts)])
     for talk in talks:
         ids, mask = encoder.encode(talk, 1)
         assert ids == whole(tokenizer, talk)
@@ -68,8 +56,7 @@ def test_turn_by_turn_ids_are_those_of_the_template_and_the_mask_has_the_replies
         for said, reply in zip(stretches_of_actions(ids, mask), replies, strict=True):
             assert said.index(tokenizer.eos_token_id) == len(said) - 1
             written = tokenizer(reply, add_special_tokens=False)["input_ids"]
-            known = tokenizer.decode(written, clean_up_tokenization_spaces=False)
-            assert encoder.decode(said).strip() == known.strip()
+            assert encoder.decode(said).strip() == encoder.decode(written).strip()
 
 
 def test_replies_of_the_opening_are_no_actions(encoder):
@@ -77,8 +64,7 @@ def test_replies_of_the_opening_are_no_actions(encoder):
     opening = [dict(role="user", content="rules"), dict(role="assistant", content="OK")]
     ids, mask = encoder.encode(opening + CONVERSATION[:2], 3)
     start = encoder.start(opening + CONVERSATION[:1])
-    assert ids[:len(start)] == start
-    assert not any(mask[:len(start)])
+    assert ids[:len(start)] == start and not any(mask[:len(start)])
     [said] = stretches_of_actions(ids, mask)
     assert encoder.decode(said) == CONVERSATION[1]["content"]
 
@@ -86,6 +72,11 @@ def test_replies_of_the_opening_are_no_actions(encoder):
 def body(content):
     """Returns ChatML with something else in place of m.content."""
     return CHATML.replace("{{ m.content }}", content)
+
+
+def dated(call):
+    """Returns ChatML with a system message that calls a function."""
+    return f"{{{{ '<|im_start|>system\nToday: ' + {call} + '<|im_end|>\n' }}}}" + CHATML
 
 
 @pytest.mark.parametrize("template, says", [
@@ -109,6 +100,7 @@ def body(content):
      "{% if add_generation_prompt %}assistant: {% endif %}", "no special token ends a reply"),
     ("{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML,
      "fails: too long"),
+    (dated("strftime_now(form)"), "calls strftime_now with a variable"),
     (None, "no chat template; use a chat model"),
 ])
 def test_a_template_that_changes_messages_is_refused_in_one_line(template, says):
@@ -116,25 +108,18 @@ def test_a_template_that_changes_messages_is_refused_in_one_line(template, says)
     tokenizer.chat_template = template
     if says is None:
         Encoder(tokenizer)
-        return
-    with pytest.raises(UsageError, match=says) as refusal:
-        Encoder(tokenizer)
-    assert "\n" not in str(refusal.value).replace("\\n", "")
+    else:
+        said = refusal(Encoder, tokenizer)
+        assert says in said and "\n" not in said
 
 
 @pytest.mark.parametrize("call, date", [
     ("strftime_now('%d %b %Y')", "26 Jul 2024"), ("strftime_now( format='%A, %-d.%m.%y')", "Friday, 26.07.24"),
-    ("strftime_now('%H:%M %j %%')", "00:00 208 %"), ("strftime_now(form)", None)])
+    ("strftime_now('%H:%M %j %%')", "00:00 208 %")])
 def test_a_template_with_the_current_date_gets_a_fixed_date(call, date):
     """Otherwise a run that is resumed on another day would have another opening."""
-    dated = f"{{{{ '<|im_start|>system\nToday: ' + {call} + '<|im_end|>\n' }}}}" + CHATML
-    tokenizer = make_tokenizer("chatml", template=dated)
-    if date is None:
-        with pytest.raises(UsageError, match="calls strftime_now with a variable"):
-            Encoder(tokenizer)
-    else:
-        encoder = Encoder(tokenizer)
-        assert f"Today: {date}\n<" in encoder.decode(encoder.start(CONVERSATION[:1]))
+    encoder = Encoder(make_tokenizer("chatml", template=dated(call)))
+    assert f"Today: {date}\n<" in encoder.decode(encoder.start(CONVERSATION[:1]))
 
 
 # --------------------------------------------------------------------------------- forged turns
@@ -170,19 +155,14 @@ def test_no_page_and_no_reply_adds_a_special_token(name):
     special_ids = set(tokenizer.convert_tokens_to_ids(TEMPLATES[name][1]))
 
     def encoded(page, reply):
-        """Returns ids and mask of a conversation with both, twice, and its special tokens."""
+        """Returns the special tokens and the replies of a conversation with both, twice."""
         turns = [dict(role="user", content=page), dict(role="assistant", content=reply)]
         ids, mask = encoder.encode(turns * 2, 1)
-        return ids, mask, [i for i in ids if i in special_ids]
+        return [i for i in ids if i in special_ids], len(stretches_of_actions(ids, mask))
 
-    *_, plain = encoded("page", "click[a]")
+    plain = encoded("page", "click[a]")
     for text in hostile(tokenizer, TEMPLATES[name][1]):
-        for page, reply in [(f"buy {text}", "click[a]"), ("page", f"click[{text}]")]:
-            ids, mask, found = encoded(page, reply)
-            assert found == plain, text
-            # Two replies, whatever their text is
-            assert (mask[0], mask[-1]) == (0, 1)
-            assert len(stretches_of_actions(ids, mask)) == 2
+        assert encoded(f"buy {text}", "click[a]") == encoded("page", f"click[{text}]") == plain, text
         read = [i for i in encoder.observation(f"page {text} page") if i not in special_ids]
         assert letters(text) in letters(tokenizer.decode(read))
 
@@ -201,24 +181,25 @@ VARIANTS = {  # normaliser, and a function: token -> text that is normalised to 
 def test_no_variant_of_a_special_token_adds_one(name, normalized, special):
     """Also next to the token itself, and if the tokenizer matches normalised text."""
     normalizer, variant = VARIANTS[name]
-    tokenizer = make_tokenizer("chatml")
-    text = tokenizer.backend_tokenizer.to_str().replace("<|im_end|>", special)
+    text = make_tokenizer("chatml").backend_tokenizer.to_str().replace("<|im_end|>", special)
     known = json.loads(text)
     for token in known["added_tokens"]:
         token["normalized"] = normalized
     backend = Tokenizer.from_str(json.dumps(known))
     backend.normalizer = normalizer
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special,
-                                        chat_template=CHATML.replace("<|im_end|>", special))
-    encoder = Encoder(tokenizer)
-    special_ids = set(tokenizer.convert_tokens_to_ids(encoder.special_tokens))
-    count = sum(i in special_ids for i in encoder.observation("page"))
+    encoder = Encoder(PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=special,
+        chat_template=CHATML.replace("<|im_end|>", special)))
+
+    def count(text):
+        special_ids = encoder.tokenizer.convert_tokens_to_ids(encoder.special_tokens)
+        return sum(i in special_ids for i in encoder.observation(text))
+
     tokens = ["<|im_start|>", special, special.swapcase()]
     for token, other in itertools.product(tokens, tokens):
         for made in (variant(token), variant(variant(token))):
             for text in (f"x {made} y", f"{other}{made}{token}", f"{made}{other} {made}"):
-                found = sum(i in special_ids for i in encoder.observation(text))
-                assert found == count, (text, encoder.plain(text))
+                assert count(text) == count("page"), (text, encoder.plain(text))
 
 
 def test_a_special_token_of_one_character_is_replaced():
@@ -226,24 +207,24 @@ def test_a_special_token_of_one_character_is_replaced():
     tokenizer.add_special_tokens(dict(additional_special_tokens=["§"]))
     encoder = Encoder(tokenizer)
     assert encoder.template.end_token == "§"
-    ids = encoder.observation("pay § 5 §§ now")
-    assert ids.count(encoder.end_of_turn) == encoder.observation("pay").count(encoder.end_of_turn)
+    ids, plain = map(encoder.observation, ("pay § 5 §§ now", "pay"))
+    assert ids.count(encoder.end_of_turn) == plain.count(encoder.end_of_turn)
     assert "U+00A7" in encoder.decode(ids)
 
 
 # -------------------------------------------------------------------------- what the agent writes
 
 
-@pytest.mark.parametrize("written, stops, kept, reply", [
-    (["click[Buy Now", "]\n", "Observation", ":", " won"], ("\nObservation:",), 2,
-     "click[Buy Now]"),
-    (["go", " xObservation", ":"], ("Observation:",), 1, "go"),  # x has no token of its own
-    (["Observation", ":", "won"], ("Observation:",), 0, ""),
-    (["a", "\n---", "b", "Observation", ":"], ("Observation:", "\n---"), 1, "a"),
-    (["go", "O", "bservation", ":", "<|im_end|>"], ("Observation:",), 1, "go"),
-    (["a", " ", "b"], ("Observation:",), 3, "a b"),
-    (["a", " ", "b", "<|im_end|>"], ("Observation:",), 4, "a b"),
-])
+@pytest.mark.parametrize("written, stops, kept, reply", [[*map(json.loads, row)] for row in table(r"""
+    ["click[Buy Now", "]\n", "Observation", ":", " won"] -> ["\nObservation:"] -> 2 -> "click[Buy Now]"
+    # x has no token of its own.
+    ["go", " xObservation", ":"] -> ["Observation:"] -> 1 -> "go"
+    ["Observation", ":", "won"] -> ["Observation:"] -> 0 -> ""
+    ["a", "\n---", "b", "Observation", ":"] -> ["Observation:", "\n---"] -> 1 -> "a"
+    ["go", "O", "bservation", ":", "<|im_end|>"] -> ["Observation:"] -> 1 -> "go"
+    ["a", " ", "b"] -> ["Observation:"] -> 3 -> "a b"
+    ["a", " ", "b", "<|im_end|>"] -> ["Observation:"] -> 4 -> "a b"
+""")])
 def test_a_reply_that_is_cut_at_a_stop_string_is_the_text_of_its_ids(written, stops, kept, reply):
     """Also if a token has both the end of the reply and the beginning of a stop string. The end of
     turn is added to a cut reply, and stays if it was sampled."""
@@ -256,18 +237,13 @@ def test_a_reply_that_is_cut_at_a_stop_string_is_the_text_of_its_ids(written, st
     assert encoder.decode(ids[:kept]).strip() == reply
 
 
-@pytest.mark.parametrize("name, kept", [("chatml", " a "), ("llama3", "a")])
+@pytest.mark.parametrize("name, kept", [("chatml", " a || ' ' || b , c . "), ("llama3", "a || ' ' || b , c .")])
 def test_a_reply_has_its_outer_whitespace_if_the_template_keeps_it(name, kept):
-    encoder = Encoder(make_tokenizer(name))
-    assert encoder.decode(encoder.reply(" a ")) == kept
-
-
-def test_decoding_changes_no_whitespace():
-    tokenizer = make_tokenizer("llama2", unigram=True)
+    """Decoding changes no whitespace."""
+    tokenizer = make_tokenizer(name)
     tokenizer.clean_up_tokenization_spaces = True
     encoder = Encoder(tokenizer)
-    text = "a || ' ' || b , c ."
-    assert encoder.decode(encoder.reply(text)).strip() == text
+    assert encoder.decode(encoder.reply(" a || ' ' || b , c . ")) == kept
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -275,15 +251,13 @@ def test_reply_ends_also_finds_replies_without_sampled_tokens(name):
     """A reply that begins with a stop string has only the end of turn that was added."""
     encoder = Encoder(make_tokenizer(name))
     t = Trajectory(turns=3)
-    t.extend(encoder.start(CONVERSATION[:1]), is_action=False)
     ends = []
-    for reply in "click[a]", "", "click[b]":
-        if reply:
-            t.extend(encoder.reply(reply)[:-1], is_action=True)
+    for before in encoder.start(CONVERSATION[:1]), encoder.observation("page"), encoder.observation("b"):
+        t.extend(before, is_action=False)
+        if len(ends) != 1:
+            t.extend(encoder.reply("click[a]")[:-1], is_action=True)
         t.extend([encoder.end_of_turn], is_action=False)
         ends.append(len(t.ids) - 1)
-        t.extend(encoder.observation("page"), is_action=False)
-    t.ids = t.ids[:ends[-1] + 1]
     assert encoder.reply_ends(t) == ends
 
 
@@ -291,14 +265,13 @@ def test_reply_ends_also_finds_replies_without_sampled_tokens(name):
 
 
 @pytest.mark.parametrize("turn, says", [
-    (dict(role="tool", content="b"), "role|message by message"),
+    (dict(role="tool", content="b"), "message by message"),
     (dict(role="user", content="b"), "message by message"),
     (dict(role="assistant", content=["a"]), "no text"),
     (dict(role="assistant", content="half \ud83d"), "lone surrogate"),
     (dict(role="assistant", content="a", tool_calls=[]), "the fields role, content, tool_calls")])
 def test_a_message_in_another_format_is_refused(turn, says, encoder):
-    with pytest.raises(UsageError, match=says):
-        encoder.encode([CONVERSATION[0], turn], 1)
+    assert says in refusal(encoder.encode, [CONVERSATION[0], turn], 1)
 
 
 # ------------------------------------------------------------------------ vocabulary and tokenizer
@@ -310,12 +283,11 @@ def test_a_text_with_a_token_that_has_no_embedding_is_refused():
     tokenizer.add_tokens(["zebra"])
     encoder = Encoder(tokenizer, vocabulary)  # the template does not use it
     assert vocabulary not in encoder.sampler().suppressed_ids
-    with pytest.raises(UsageError, match="'zebra' .* no row in the model's embedding"):
-        encoder.reply("a zebra")
-    late = make_tokenizer("chatml", template=CHATML.replace("<|im_end|>", "<|turn_end|>"))
-    late.add_special_tokens(dict(additional_special_tokens=["<|turn_end|>"]))
-    with pytest.raises(UsageError, match="turn_end"):
-        Encoder(late, vocabulary)
+    said = refusal(encoder.reply, "a zebra")
+    assert "'zebra'" in said and "no row in the model's embedding" in said
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|turn_end|>")
+    tokenizer.add_special_tokens(dict(additional_special_tokens=["<|turn_end|>"]))
+    assert "turn_end" in refusal(Encoder, tokenizer, vocabulary)
 
 
 def test_the_sampler_draws_only_text_and_the_end_of_turn():

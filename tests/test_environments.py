@@ -18,7 +18,7 @@ import envs
 from environments import expert_files
 from environments.appworld import data as appworld
 from environments.intercodesql import questions
-from environments.webshop import shop
+from environments.webshop import pages, shop
 from evolve import Explored, tells
 
 
@@ -60,7 +60,7 @@ class Counted(str):
 @pytest.mark.parametrize("value", ["x[x", "x]]", "[x", "`", "` ", "*`x", "Action: `\n"])
 def test_a_reply_is_parsed_in_linear_time(value):
     """The number of characters that are read is at most proportional to the length."""
-    for parse in shop.name_and_argument, envs.unmarked, envs.Environment().action:
+    for parse in pages.name_and_argument, envs.unmarked, envs.Environment().action:
         for text in (value * 1000, value * 1000 + "x", value[0] * 1000 + value[1:] * 1000):
             Counted.read = 0
             parse(Counted(text))
@@ -296,8 +296,8 @@ def test_an_expert_that_ends_before_the_episode_has_failed(replies, said, earned
     SEP -> /
 """))
 def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(old, new, monkeypatch):
-    show = shop.show
-    monkeypatch.setattr(shop, "show", lambda *page, **first: re.sub(old, new, show(*page, **first)))
+    show = pages.Shop.show
+    monkeypatch.setattr(pages.Shop, "show", lambda *page, **first: re.sub(old, new, show(*page, **first)))
     found = [*expert_files.experts(shop.WebShop(), None, 5)]
     assert len(found) == 5 and all(0 <= reward < 1 for *_, reward in found)
 

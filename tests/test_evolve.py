@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import end_of_ranks, files_of, kills_until_it_ends, refusal, refused
+from conftest import files_of, in_ranks, kills_until_it_ends, refusal, refused, table
 
 import evolve
 from common.files import read_json, read_jsonl
 from common.settings import parse
 from dpo import Trajectory
-from engine import run as engine_run
 from engine.trajectories import read
 from environments import converse, environment, make
 from envs import Environment, Step
@@ -64,12 +63,12 @@ def test_rare(below, least, expected, monkeypatch):
     held = [{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95
     episodes = segment("won", "1") + segment("lost", "0") + segment("t", "1" * 98)
     monkeypatch.setattr(evolve, "RARE_BELOW", below)
-    s = evolve.Settings(rare_min=least)
-    rows = {row["pattern"]: row for row in evolve.rare(evolve.History({}, episodes, held), s)}
-    assert {pattern: row["episodes"] for pattern, row in rows.items()} == expected
-    if "p" in rows:
-        assert rows["p"]["task"] == "lost"
-        assert rows["p"]["failure"] == rows["p"]["success"] == [1, 0]
+    history = evolve.History({}, episodes, held)
+    rows = [*evolve.rare(history, evolve.Settings(rare_min=least))]
+    assert {row["pattern"]: row["episodes"] for row in rows} == expected
+    for row in rows:
+        if row["pattern"] == "p":
+            assert (row["task"], row["failure"], row["success"]) == ("lost", [1, 0], [1, 0])
 
 
 def test_signals_pick_in_turn_and_a_task_once():
@@ -90,9 +89,8 @@ def test_an_epoch_has_every_task_and_no_step_has_one_twice():
     in_order, rows = "", []
     for i in range(1, 42):
         rows = planned("abcdefgh"[:6 if i == 1 else 8], rows, i)
-        [row] = rows
-        assert len({*row["tasks"]}) == len(row["tasks"]) == 4
-        in_order += "".join(row["tasks"])
+        assert len({*rows[0]["tasks"]}) == 4
+        in_order += "".join(rows[0]["tasks"])
     assert sorted(in_order[:6]) == [*"abcdef"]  # the epoch that had started ends
     for first in range(6, len(in_order) - 7, 8):
         assert sorted(in_order[first:first + 8]) == [*"abcdefgh"]
@@ -114,20 +112,15 @@ def replies_of(env, task):
     return [m["content"] for m in messages if m["role"] == "assistant"]
 
 
-@pytest.mark.parametrize("name, says, change", [
-    ("webshop", "earns 0.00", lambda solution: solution[:-1]),
-    ("webshop", "not executed", lambda solution: ["click[buy now]", *solution]),
-    ("webshop", "longer", lambda solution: ["nonsense"] * 11 + solution),
-    ("intercodesql", "does not end", lambda solution: solution[:-1]),
-    ("intercodesql", "earns", lambda solution: ["SHOW TABLES", "submit"]),
-    ("intercodesql", "fails", lambda solution: ["SELECT nothing", *solution]),
-    ("intercodesql", "longer", lambda solution: ["SHOW TABLES"] * 9 + solution)])
-def test_a_solution_that_does_not_prove_its_task_is_refused(name, says, change):
+@pytest.mark.parametrize("name, says, before", [
+    ("webshop", "not executed", ["click[buy now]"]), ("webshop", "longer", ["nonsense"] * 11),
+    ("intercodesql", "fails", ["SELECT nothing"]), ("intercodesql", "longer", ["SHOW TABLES"] * 9)])
+def test_a_solution_with_idle_actions_is_refused(name, says, before):
     env, generator = generated(name)
     task = env.tasks("train")[0]
     [found] = generator.finds(task, replies_of(env, task), random.Random(3))
     assert generator.verify(found) is None
-    assert says in generator.verify({**found, "solution": change(found["solution"])})
+    assert says in generator.verify({**found, "solution": before + found["solution"]})
 
 
 @pytest.mark.parametrize("name, idle", [
@@ -143,15 +136,6 @@ def test_what_changed_nothing_is_neither_a_pattern_nor_part_of_a_solution(name, 
     assert found == again
 
 
-@pytest.mark.parametrize("name", ["webshop", "intercodesql"])
-def test_tasks_of_splits_are_refused(name):
-    env, generator = generated(name)
-    for split in env.splits:
-        expected = "a goal of a split" if name == "webshop" else (
-            "a question of a split" if split == "train" else "a database of no training task")
-        assert {generator.refusal(env.find(task)) for task in env.tasks(split)[:20]} == {expected}
-
-
 def test_gold_queries_invert_to_questions_with_the_same_rows():
     env, generator = generated("intercodesql")
     rng = random.Random(0)
@@ -159,14 +143,12 @@ def test_gold_queries_invert_to_questions_with_the_same_rows():
     for task in env.tasks("train")[::8]:
         question = env.find(task)
         gold = question["gold"]
-        apart = re.sub(r"([(),*])", r" \1 ", gold)  # as the tiny tokenizer decodes it
-        lower = re.sub("SELECT|FROM|MAX|OR", lambda m: m[0].lower(), gold)
-        for written in (gold, apart, lower):
+        apart = re.sub(r"([(),*])", r" \1 ", gold)  # as tiny decodes it
+        for written in (apart, apart.replace("SELECT", "select")):
             text, again = generator.question(question["db"], written, rng)
             assert again == gold
             same += text == question["query"]
-    assert same > 25  # of 150: a column may be called as stored or by a synonym
-    assert generator.question("farm_1", "SELECT AVG(age) FROM farmers", rng)
+    assert same > 40  # of 250: a column may be called as stored or by a synonym
     for sql in ("SELECT site FROM farms JOIN farmers USING (farm_id) WHERE grade = 'x'",
                 "SELECT AVG(name) FROM farmers", "SELECT name FROM farmers WHERE grade > 20"):
         assert generator.question("farm_1", sql, rng) is None  # of no family
@@ -177,76 +159,67 @@ def test_questions_of_a_split_or_without_an_answer_are_refused():
     train, evaluated = env.find(env.tasks("train")[0]), env.find(env.tasks("test")[0])
     gold, new = train["gold"], dict(train, query="x", gold="SELECT MAX(rooms) FROM farms")
     assert generator.refusal(new) is None
-    for says, field, texts in (
-            ("a question of a split", "gold", (gold, gold.lower(), f"{gold}/* x */",
-                                               gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
-            ("a question of a split", "query", (train["query"].upper() + " ", f"{evaluated['query']}?")),
-            ("a held-out noun", "query", ["how many clocks"]),
-            ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )")),
-            ("cannot be run", "gold", (
-                "DROP TABLE t", "SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0",
-                "select 1 from farms where 1 = 1",
-                # of a hostile explorer
-                "SELECT COUNT(*) FROM " + ", ".join(f"farms {name}" for name in "abcdefghijkl"),
-                "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
-                "SELECT '\ud800'", "SELECT '\0'"))):
-        for text in texts:
-            assert says in generator.refusal({**new, field: text}), text
+    farms = ", ".join(f"farms {name}" for name in "abcdefghijkl")
+    rows = table(f"""
+        gold -> {gold} -> a question of a split
+        gold -> {gold.lower()} -> a question of a split
+        gold -> {gold}/* x */ -> a question of a split
+        query -> {train['query'].upper()} -> a question of a split
+        query -> {evaluated['query']}? -> a question of a split
+        query -> how many clocks -> a held-out noun
+        gold -> SELECT random ( ) -> cannot be run
+        gold -> DROP TABLE t -> cannot be run
+        gold -> SELECT * FROM nowhere -> cannot be run
+        gold -> SELECT 1 WHERE 1 = 0 -> cannot be run
+        gold -> select 1 from farms where 1 = 1 -> cannot be run
+        # of a hostile explorer
+        gold -> SELECT COUNT(*) FROM {farms} -> cannot be run
+        gold -> SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2 -> cannot be run
+        gold -> SELECT '\ud800' -> cannot be run
+        gold -> SELECT '\0' -> cannot be run""")
+    commented = gold.replace(" FROM ", " -- all\nFROM ") + " ;"
+    for field, text, says in [*rows, ("gold", commented, "a question of a split")]:
+        assert says in generator.refusal({**new, field: text}), text
 
 
-def test_a_purchase_becomes_a_goal_that_its_actions_solve():
+def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():
     env, generator = generated("webshop")
-    rng = random.Random(0)
-    reasons = Counter()
-    for task in env.tasks("train")[:80]:
-        for found in generator.finds(task, replies_of(env, task), rng):
-            reason = generator.refusal(found["task"])
-            reasons[reason] += 1
-            assert found["text"] == found["task"]["instruction"]
-            if reason is None:
-                assert generator.verify(found) is None
-                new = found["task"]
-    assert reasons[None] > 25 and reasons["a goal of a split"] > 10
-
-    # Goals of a split are refused in other words, too, and evaluated ones with any price limit.
+    [found] = generator.finds("webshop-train-0", replies_of(env, "webshop-train-0"), random.Random(0))
+    new = found["task"]
+    assert found["text"] == new["instruction"] and generator.refusal(new) is None
     for split in env.splits:
         for goal in map(env.find, env.tasks(split)[:20]):
-            other = {**goal, "instruction": "in other words", "price_upper": goal["price_upper"] + 7}
             planted = {**new, "instruction": f" {goal['instruction'].upper()}"}
-            for same in [planted, other][:1 + (split != "train")]:
-                assert generator.refusal(same) == "a goal of a split"
+            other = {**goal, "instruction": "in other words", "price_upper": goal["price_upper"] + 7}
+            assert generator.refusal(planted) == "a goal of a split"
+            assert split == "train" or generator.refusal(other) == "a goal of a split"
             assert generator.refusal({**other, "goal_options": ["mauve"]}) == "no product meets it"
     for goal in map(env.find, env.tasks("unseen")):
         one = {**goal, "attributes": goal["attributes"][:1], "price_upper": goal["price_upper"] + 1}
         assert generator.refusal(one) in ("a goal of a split", "a held-out product meets it")
 
 
-def test_an_explorers_goal_is_what_its_words_say():
+@pytest.mark.parametrize("text, options", table("""
+    I want winter gloves, NON SLIP, in pink, large, lower than $997 -> pink, large
+    non slip winter gloves below 997 dollars ->
+    non slip winter gloves, pink, large, lower than $1 -> they cost more
+    non slip winter gloves, pink, large -> without a limit
+    winter gloves, pink, large, lower than $997 -> without an attribute
+    noise reducing, non slip winter gloves, pink, large, lower than $997 -> they are not
+    non slip winter gloves, pink, navy, large, lower than $997 -> they are not
+"""))
+def test_an_explorers_goal_is_what_its_words_say(text, options):
+    """It is refused if the words say more than what was bought."""
     env, generator = generated("webshop")
-    reasons = Counter()
-    for task in env.tasks("train")[:40]:
-        goal, actions = env.find(task), replies_of(env, task)
-        [first, *_] = goal["attributes"]
-        kind, options = goal["query"], ", ".join(goal["goal_options"])
-
-        def written(text):
-            return generator.written(task, dict(query=text, action_sequence=actions))
-
-        words = f"I want {kind}, {first.upper()}, in {options}, lower than $"
-        found = written(f"{words}997")
-        new = found["task"]
-        assert (new["query"], new["attributes"], new["price_upper"]) == (kind, [first], 997.0)
-        assert {*new["goal_options"]} == {*goal["goal_options"]}
-        reasons[generator.refusal(new) or generator.verify(found)] += 1
-        wrong = next(a for a in sorted(generator.attributes) if not any(
-            a in p["Attributes"] for p in env.data.products if p["query"] == kind))
-        colour = next(c for c in ("pink", "navy") if c not in goal["goal_options"])
-        for text in (f"{words}1", words, "hello, lower than $997",  # it costs more; no limit; nothing
-                     f"{kind} in {options}, lower than $997",  # no attribute
-                     f"{wrong} {words}997", f"{colour} {words}997"):  # not of what was bought
-            assert written(text) is None, text
-        assert generator.refusal(written(f"{first} {kind} below 997 dollars")["task"])  # no colour
-    assert reasons[None] > 3, reasons
+    actions = replies_of(env, "webshop-train-0")
+    written = generator.written("webshop-train-0", dict(query=text, action_sequence=actions))
+    if options not in ("", "pink, large"):
+        assert written is None
+        return
+    new = written["task"]
+    assert (new["query"], new["attributes"], new["price_upper"]) == ("winter gloves", ["non slip"], 997)
+    assert ", ".join(new["goal_options"]) == options
+    assert generator.refusal(new) == (None if options else "no colour chosen")
 
 
 # ------------------------------------------------------------------------- an environment of one letter
@@ -294,47 +267,55 @@ class Smith:
         return "odd" if proposal["task"]["number"] % 2 else None
 
 
+# number of the task -> text -> the reason of a refusal, with and without verification
+FINDS = table(f"""
+    12 -> 12 12 is it -> added
+    12 -> as before -> known already
+    13 -> an odd one -> odd, or added
+    14 -> 14 -> a number of a split
+    16 -> 16 -> known already
+    0 -> x -> not of the form that was asked for
+    18 -> {"w" * 1001} -> its text is empty or too long
+    18 -> {"w" * 1000} -> added
+    20 -> So: Search Red-Mugs! -> its text tells the solution
+    22 -> is IT 12 so -> a text that is there already
+    24 -> is it 12 or more -> added, or enough were added
+    26 -> 26 -> enough were added
+    28 -> -> its text is empty or too long
+""")
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_finds_are_judged_in_their_order(verify, monkeypatch):
-    """By hand, of tasks of which 16 is in D, and three may join."""
-    table = [
-        (12, "12 12 is it", None), (12, "as before", "known already"),
-        (13, "an odd one", "odd" if verify else None), (14, "14", "a number of a split"),
-        (16, "16", "known already"), (None, "x", "not of the form that was asked for"),
-        (18, "w" * 1001, "its text is empty or too long"), (18, "w" * 1000, None),
-        (20, "So: Search Red-Mugs!", "its text tells the solution"),
-        (22, "is IT 12 so", "a text that is there already"),                  # 3 of 4 words
-        (24, "is it 12 or more", None if verify else "enough were added"),  # 3 of 5
-        (26, "26", "enough were added"), (28, " ", "its text is empty or too long")]
+    """By hand, of tasks of which 16 is in D, and three may join. Of texts, 3 of 4 words are equal
+    to those of an earlier one, and 3 of 5."""
     finds = [dict(signal="rare", source="a", text=text, solution=["search[red mugs]"],
-                  task=number and dict(number=number)) for number, text, _ in table]
-    reasons = [reason for *_, reason in table]
+                  task=dict(number=int(number)) if int(number) else None)
+             for number, text, _ in FINDS]
+    reasons = [reason.split(", or ")[0 if verify else -1] for *_, reason in FINDS]
     monkeypatch.setattr(evolve, "MOST_NEW_TASKS", 3)
     s = evolve.Settings(near_text=0.75, verify=verify)
     run = SimpleNamespace(settings=s, on_main=lambda function: function(), make_env=Letters)
     d = [dict(task="letters-added-0", definition=dict(number=16))]
     rows, numbers = evolve.judge(run, finds, d, i=1)
-    assert [row["reason"] for row in rows] == reasons
-    assert [row["replayed"] for row in rows] == [verify and r in (None, "odd") for r in reasons]
-    assert numbers["refused"] == Counter(reason for reason in reasons if reason)
+    assert [row["reason"] or "added" for row in rows] == reasons
+    assert [row["replayed"] for row in rows] == [verify and r in ("added", "odd") for r in reasons]
+    assert numbers["refused"] == Counter(reason for reason in reasons if reason != "added")
 
 
 @pytest.fixture
-def run(small_model, tmp_path, monkeypatch):
-    """run(method, out, env_type, **settings) -> the finished run; method None: one to begin."""
-    def start(method="evolve", out="run", env_type=Letters, **changed):
-        monkeypatch.setattr(engine_run, "make", lambda *_, **__: env_type())
+def run(new_run, tmp_path, monkeypatch):
+    """run(method, out, env, **settings) -> the finished run; method None: one to begin."""
+    def start(method="evolve", out="run", env=Letters, **changed):
         constants = dict(MINIBATCH=2, EXPLORER_TEMPERATURE=1.5, EXPLORER_EPISODES=2)
         for name in [name for name in changed if name.isupper()]:
             constants[name] = changed.pop(name)
         for name, value in constants.items():
             monkeypatch.setattr(evolve, name, value)
-        s = evolve.Settings(**dict(
-            method=method or "grpo", model=str(small_model), out=str(tmp_path / out),
-            max_tokens=400, max_new_tokens=4, warm_start="none", start_tasks=5, grpo_steps=6,
-            evolve_every=2, evaluate_every=9, step_tasks=3, step_rollouts=4,
-            grpo_lr=1e-4, grpo_temperature=1.5, near_text=1.0, picks=2) | changed)
-        r = engine_run.Run(s, environment("webshop")())
+        r = new_run(env, evolve.Settings, **dict(
+            method=method or "grpo", out=str(tmp_path / out), max_new_tokens=4, warm_start="none",
+            start_tasks=5, grpo_steps=6, evolve_every=2, evaluate_every=9, step_tasks=3,
+            step_rollouts=4, grpo_lr=1e-4, grpo_temperature=1.5, near_text=1.0, picks=2) | changed)
         if method:
             evolve.METHODS[method].loop(r)
             r.close()
@@ -356,17 +337,20 @@ def test_the_task_set_grows_from_signals(run):
         # Its steps are on D as it was; then every pick was explored twice.
         log = rows(r, f"iter{i}/target-agent/train.jsonl")
         assert [(row["step"], row["D"]) for row in log] == [(2 * i - 1, len(d)), (2 * i, len(d))]
-        signals = rows(r, f"iter{i}/signals.jsonl")
-        picked = Counter((row["task"], row["signal"]) for row in signals if row["picked"])
-        explored = Counter((row["task"], row["signal"]) for row in rows(r, f"iter{i}/explored.jsonl"))
-        assert explored == picked + picked and len({signal for _, signal in picked}) > 1
+        picked = Counter(reasons(row for row in rows(r, f"iter{i}/signals.jsonl") if row["picked"]))
+        assert Counter(reasons(rows(r, f"iter{i}/explored.jsonl"))) == picked + picked
+        assert len({signal for _, signal in picked}) > 1
     # Random exploration follows no signal, with as many episodes of the explorer.
     other = run(out="random", RARE_BELOW=60.0, guide="random", grpo_steps=3)
-    explored = [rows(folder, "iter1/explored.jsonl") for folder in (r, other)]
-    assert {row["signal"] for row in explored[1]} == {"random"} and len({*map(len, explored)}) == 1
+    of_signals, at_random = (reasons(rows(each, "iter1/explored.jsonl")) for each in (r, other))
+    assert {signal for _, signal in at_random} == {"random"} and len(at_random) == len(of_signals)
     # D is of tasks in an order, by which they have their ids.
     assert "task letters-added-1 would get the id letters-added-0; restore" in refusal(
         evolve.env_with, r, third[1:])
+
+
+def reasons(rows):
+    return [(row["task"], row["signal"]) for row in rows]
 
 
 def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
@@ -400,7 +384,7 @@ def test_tasks_that_cannot_be_had_are_refused(run, tmp_path):
         line = refusal(lambda: run(method, method, Fixed, start_from=source))
         assert line.startswith("letters: this environment makes no new tasks; give --method grpo")
         assert read_json(tmp_path / method / "phases.json") == {}
-    rows, _ = evolve.first_tasks(run(None, env_type=Overlapping), i=0)
+    rows, _ = evolve.first_tasks(run(None, env=Overlapping), i=0)
     assert rows == [dict(task="letters-train-5", joined=0)]
     assert "no training task is left, because all 5 are evaluated" in refusal(
         evolve.training_tasks, run(None, "five", Overlapping, train_tasks=5))
@@ -410,26 +394,12 @@ def test_segments_and_an_evolution_without_new_tasks_change_nothing_in_grpo(run)
     """AdamW's moments and the epoch over D continue in the next segment. GRPO needs no environment
     that makes tasks."""
     how = dict(start_from="train", grpo_steps=3)
-    three = files_of(run("grpo", "three", env_type=Fixed, evolve_every=1, **how).folder)
+    three = files_of(run("grpo", "three", env=Fixed, evolve_every=1, **how).folder)
     evolved = files_of(run("evolve", "evolved", evolve_every=1, MOST_NEW_TASKS=0, **how).folder)
     assert three.items() <= evolved.items() and "iter3/target-agent/moments.pt" in three
     one = files_of(run("grpo", "one", evolve_every=3, **how).folder)
     weights = "target-agent/model.safetensors"
     assert one[f"iter1/{weights}"] == three[f"iter3/{weights}"]
-
-
-class Vowels(Letters):
-    """Pays the share of vowels among eight letters."""
-
-    def step(self, reply):
-        return Step("thanks", sum(letter in "aeiou" for letter in reply[:8]) / 8, True)
-
-
-def test_steps_teach_a_policy_what_pays(run):
-    r = run("grpo", env_type=Vowels, start_from="train", start_tasks=4, grpo_steps=20, evolve_every=20,
-            step_tasks=4, step_rollouts=6, max_new_tokens=6, grpo_lr=4e-3, grpo_temperature=1.0)
-    rewards = [row["reward"] for row in rows(r, "iter1/target-agent/train.jsonl")]
-    assert sum(rewards[:4]) < 0.8 and sum(rewards[-4:]) > 1.6
 
 
 # ------------------------------------------------------------------ interrupted, longer, on ranks
@@ -450,11 +420,12 @@ def test_a_run_that_is_made_longer_and_killed_at_any_moment_ends_in_the_same_fil
 
 def test_two_sharded_processes_evolve_like_one(run, tmp_path):
     """Both play the tasks that join. Only the first one judges them, see `Letters`."""
+    def evolves(accelerator):
+        run(out=str(accelerator.num_processes), start_from="train", start_tasks=3, step_tasks=6,
+            grpo_steps=2, evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, EXPLORER_EPISODES=4)
+
     for ranks in (1, 2):
-        statuses = end_of_ranks(ranks, lambda: run(
-            out=str(ranks), start_from="train", start_tasks=3, step_tasks=6, grpo_steps=2,
-            evolve_every=1, grpo_lr=1e-5, grpo_temperature=0.9, EXPLORER_EPISODES=4), tmp_path / "said")
-        assert statuses == [0] * ranks, (tmp_path / "said").read_text()[-3000:]
+        in_ranks(ranks, evolves)
 
     def both(name):
         return [read_jsonl(tmp_path / out / name) for out in "12"]

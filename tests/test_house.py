@@ -66,14 +66,12 @@ def test_imports_point_one_way(module):
 
 
 def test_imports_have_no_cycle_between_modules_or_between_rooms_of_lab():
-    modules = {name: imports(name) & {*FILES} - {name} for name in FILES}
-    rooms = {}  # lab.chat stands for lab.chat.play
-    for name in FILES:
+    needs = {name: imports(name) & {*FILES} - {name} for name in FILES}
+    for name in FILES:  # lab.chat stands for lab.chat.play
         room = ".".join(name.split(".")[:2])
         if room.startswith("lab."):
-            rooms.setdefault(room, set()).update(imports(name, 2) - {room})
-    for needs in modules, rooms:
-        TopologicalSorter(needs).prepare()  # raises CycleError
+            needs.setdefault(f"{room}.*", set()).update(f"{other}.*" for other in imports(name, 2) - {room})
+    TopologicalSorter(needs).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("module", [name for name in FILES if name.startswith("lab.")])
@@ -83,12 +81,10 @@ def test_nothing_in_lab_changes_results(module):
     for node in ast.walk(FILES[module]):
         if isinstance(node, ast.ClassDef):
             assert not {ast.unparse(base).split(".")[-1] for base in node.bases} & MAKERS
-        changed = None
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            changed = node.value
+            assert ast.unparse(node.value) not in others, ast.unparse(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
-            changed = node.args[0]
-        assert not changed or ast.unparse(changed) not in others, ast.unparse(node)
+            assert ast.unparse(node.args[0]) not in others, ast.unparse(node)
 
 
 def test_the_core_runs_to_its_result_in_an_empty_folder(tmp_path):
@@ -101,10 +97,7 @@ def test_the_core_runs_to_its_result_in_an_empty_folder(tmp_path):
     done = subprocess.run([sys.executable, "coevolve.py", *flags.split()], cwd=tmp_path, text=True,
                           env=os.environ | dict(PYTHONPATH=""), capture_output=True)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
-    phases = json.loads((tmp_path / "run/phases.json").read_text())
-    assert "iter1/target-agent" in phases
-    lines, result = done.stdout.split("\nrun: ")
-    for output, row in phases.items():
-        assert (tmp_path / "run" / output).exists() and f"{output} " in lines
-        if row["function"] == "evaluate":
-            assert f"{row['reward']:.3f}" in result
+    outputs = json.loads((tmp_path / "run/phases.json").read_text())
+    assert "iter1/target-agent" in outputs
+    for output in outputs:
+        assert (tmp_path / "run" / output).exists() and f"{output} " in done.stdout

@@ -575,9 +575,11 @@ class OtherSqlite(sqlite3.Connection):
 
 
 def test_another_build_of_sqlite_is_refused_or_completed(own, town, monkeypatch):
-    query = ("SELECT ceil(2.5), ceil(3), ceil('abc'), ceiling(-2.5), ceiling(NULL), floor(2.5), floor(-2.5), floor(0), "
-             "sqrt(2.5), sqrt(-2.5), sqrt(NULL), sign(2.5), sign(-3), sign(0), sign('abc'), pow(7, 3), pow(2.5, -2), "
-             "power(-7, 2), power(NULL, 2), mod(7, 3), mod(2.5, -2), mod(-7, 2), mod(2, 0), mod(NULL, 2)")
+    values = [f"{function}({number})" for number in ("2.5", "-2.5", "3", "0", "NULL", "'abc'")
+              for function in ("ceil", "ceiling", "floor", "sqrt", "sign")]
+    values += [f"{function}({x}, {y})" for x, y in ((7, 3), (2.5, -2), (-7, 2), (2, 0), ("NULL", 2))
+               for function in ("pow", "power", "mod")]
+    query = f"SELECT {', '.join(values)}"
     expected = town.run(query)
     monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=OtherSqlite))
     with closing(databases.Sqlite("d", SCRIPT)) as other:

@@ -45,7 +45,7 @@ SMALL = catalogue.ShopData(
         {**KETTLE, "asin": "B0BBBBBBBB", "Title": "Copper Kettle", "price": 20.5, "options": {}},
         {**KETTLE, "asin": "B0CCCCCCCC", "Title": "Kettle", "price": 9.0, "options": {},
          "BulletPoints": []}],
-    goals={"train": [WANT], "test": []}, families=[])
+    goals={"train": [WANT], "test": []})
 HEAD = "Instruction: [SEP] i need a kettle [SEP] Back to Search [SEP] "
 SEARCH = "WebShop [SEP] Instruction: [SEP] i need a kettle [SEP] Search"
 PAGE_1 = HEAD + ("Page 1 (Total results: 3) [SEP] Next > [SEP] B0CCCCCCCC [SEP] Kettle [SEP] $9.0 "

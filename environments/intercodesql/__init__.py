@@ -3,21 +3,12 @@
 The databases and questions are either generated, or the official data of InterCode.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Optional
 
 from common.settings import REAL, OldFile, limited
+from environments import MYSQL_ADDRESS, is_mysql_address
 from environments.eto_protocol import ProtocolOptions
-
-MYSQL_ADDRESS = "mysql://user@host:port, with the password in MYSQL_PWD"
-
-
-def is_mysql_address(text: str) -> bool:
-    """Returns True if the text has the form mysql://user@host or mysql://user@host:port."""
-    match = re.fullmatch(r"mysql://[^:@/\s]+@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
-    return bool(match) and 0 < int(match[1] or 3306) < 65536
-
 
 Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_address), REAL]
 
