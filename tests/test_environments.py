@@ -101,7 +101,7 @@ def test_an_added_task_has_one_id_which_no_other_object_knows():
     Thought: so.␍⏎Action:␍⏎\tlook around␍⏎ -> look around
     **Action:** look around -> look around
     **Action: look around** -> look around
-    ### Action⏎look around -> look around
+    I look.⏎### Action⏎look around -> look around
     Action 2: look around -> look around
     Action：look around -> look around
     Action: `look around` to see -> look around

@@ -304,7 +304,7 @@ PAGE = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dolla
 """))
 def test_openings_are_compared_without_case_and_the_servers_price_limit(text, same):
     """A server draws the price limit anew. The built-in WebShop does not."""
-    env, built_in = make("webshop", webshop_url="http://127.0.0.1:9"), make("webshop")
+    env, built_in = make("webshop", "short", webshop_url="http://127.0.0.1:9"), make("webshop")
     assert str(opening_difference(env, env.opening(text), PAGE) is None) == same
     assert opening_difference(built_in, built_in.opening(PAGE.replace("30", "40")), PAGE)
 
