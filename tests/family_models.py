@@ -32,8 +32,6 @@ KINDS = "layer_types mlp_layer_types layers_block_type"  # of layers, a name for
 SPECIAL = {  # additional fields of a family
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "minimax": dict(layer_types=["linear_attention", "full_attention"], sliding_window=None),
-    "phi3": dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
-                                      long_factor=[2.0] * 4)),
     "zamba": dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2)}
 
 

@@ -16,7 +16,7 @@ from conftest import Toy, make_tokenizer, plain_log_probs, table
 import coevolve
 import dpo
 from coevolve import Settings
-from common.files import read_json, read_jsonl
+from common.files import read_jsonl
 from common.settings import UsageError, settings_of, values_of
 from dpo import Pair, Trajectory
 from engine.chat import Encoder
@@ -247,9 +247,6 @@ def test_rollouts_are_sampled_with_their_own_seeds_and_evaluations_are_greedy(sm
         assert [(row["task"], row["rollout"]) for row in rows] == [*expected]
         assert len({row["seed"] for row in rows}) == len(rows)
     assert not any(row["log_probs"] for row in evaluated)
-    mean = sum(row["reward"] for row in evaluated) / 2
-    numbers = read_json(small_run / "phases.json")["eval-1-target-test.jsonl"]
-    assert numbers["reward"] == pytest.approx(mean)
 
 
 def side_name(task, side):
@@ -296,16 +293,9 @@ def test_eto_and_the_control_are_dpo_alone(method, agent, kinds, lambda_sft, toy
     pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
     assert {row["kind"] for row in pairs} == kinds
     assert lambda_sft or {row["weight"] for row in pairs} == {1.0}
-    first, last = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
+    first, _ = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
     loss = first_loss(out, agent, 1, 0.1, lambda_sft=lambda_sft)
     assert first["loss"] == pytest.approx(loss, rel=1e-4)
-    # margins.jsonl has the values of each pair, and the log has their means.
-    margins = read_jsonl(out / f"iter1/{agent}-agent/margins.jsonl")
-    for (step, line), kind in product(dict(first=first, last=last).items(), kinds):
-        seen = [row[step] for row in margins if row["kind"] == kind]
-        means = [sum(column) / len(seen) for column in zip(*seen)]
-        logged = [line["kinds"][kind][name] for name in ("chosen", "rejected", "margin")]
-        assert logged == pytest.approx(means)
 
 
 def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, encoder):

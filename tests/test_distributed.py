@@ -36,8 +36,10 @@ from environments import environment
 from envs import EnvError
 
 
-def train(accelerator, folder, shard):
+def train(accelerator, folder, shard, precision="no"):
     """Trains on five batches. Two have one task, so that some ranks have no work."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
     groups = [group(str(i), seed=i) for i in range(6)]
     ranks = accelerator.num_processes
     reads, read_model = [], models.read_model
@@ -93,6 +95,17 @@ def test_unsharded_and_sharded_ranks_train_like_one_process(ranks, shard, one, t
     of_one, of_ranks = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "after"))
     torch.testing.assert_close(of_ranks, of_one, atol=1e-5, rtol=0)
     assert "lm_head.weight" not in of_one  # tied weights are saved once
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_forward_passes_in_bf16_train_fp32_weights(ranks, one, tmp_path):
+    """The loss is that of fp32 up to rounding. Two ranks are sharded."""
+    expected, _ = one
+    found = in_ranks(ranks, train, tmp_path, ranks > 1, "bf16")
+    assert found["references"] == pytest.approx(expected["references"], rel=0.03)
+    assert found["references"] != expected["references"]
+    # In both precisions the DPO loss of the first step is ln 2 times the mean weight.
+    assert found["log"][0]["/dpo"] == pytest.approx(expected["log"][0]["/dpo"], abs=1e-3)
 
 
 def load_sharded(accelerator, folder):
@@ -209,47 +222,3 @@ def differ(accelerator, model, folder):
 
 def test_all_that_identifies_a_phase_is_compared(small_model, tmp_path):
     assert in_ranks(2, differ, small_model, tmp_path) == [dict(text="a"), dict(text="b")]
-
-
-# ------------------------------------------------------------------------------------ precision
-
-
-def bf16(accelerator, folder, shard):
-    """Trains one step at a learning rate of 1e-6. Returns the loss and the references per precision."""
-    results = []
-    for precision in ("no", "bf16"):
-        AcceleratorState._reset_state()
-        accelerator = Accelerator(cpu=True, mixed_precision=precision)
-        model = models.load(accelerator, folder, False, shard)
-        seen = set()
-        model.get_output_embeddings().register_forward_hook(
-            lambda module, inputs, output: seen.add(output.dtype))
-        before = unsharded(model)
-        groups = [group(str(i), seed=i) for i in range(3)]
-        log_probs = partial(distributed_log_probs, accelerator, tokens=1000)
-        dpo.add_references(model, groups, log_probs)
-        [line] = dpo.train(model, dpo.adamw(model), [groups], [1e-6], partial(
-            dpo.preference_loss, beta=0.1), dpo.pair_count, log_probs, clip=average_and_clip)
-        assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
-        for name, p in unsharded(model).items():
-            assert p.dtype == torch.float32
-            if ".layers." in name and p.ndim == 2:
-                assert (p != before[name]).float().mean() > 0.99, name
-        results.append([line["dpo"], [t.ref_log_prob for t in dpo.trajectories_of(groups)]])
-    return results
-
-
-def unsharded(model):
-    """Returns a copy of each parameter by name, unsharded."""
-    return {name: getattr(p, "full_tensor", p.clone)().detach().clone()
-            for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bf16_forward_passes_change_fp32_weights(ranks, tmp_path):
-    """The loss is that of fp32 up to rounding, and nearly all weights change. Two ranks are sharded."""
-    make_model(VOCABULARY, seed=3, dtype=torch.float32).save_pretrained(tmp_path)
-    (loss, references), (half, in_bf16) = in_ranks(ranks, bf16, tmp_path, ranks > 1)
-    assert in_bf16 == pytest.approx(references, rel=0.03) and in_bf16 != references
-    # In both precisions the loss of the first step is ln 2 times the mean weight.
-    assert half == pytest.approx(loss, abs=1e-5)

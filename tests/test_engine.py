@@ -112,17 +112,18 @@ def test_sampling_inverts_the_cumulative_distribution_function(words):
     torch.manual_seed(words)
     logits = 3 * torch.randn(400, words)
     never = (0, words - 1)
-    draws = [0.0, 1 - 2 ** -53] * 50 + torch.rand(300, dtype=torch.float64).tolist()
+    draws = torch.rand(400, dtype=torch.float64)
+    draws[:100] = torch.tensor([0.0, 1 - 2 ** -53], dtype=torch.float64).repeat(50)
     p = logits.double().index_fill(1, torch.tensor(never), -torch.inf).div(0.7).softmax(-1)
 
-    made = [Reply(SimpleNamespace(random=iter([u]).__next__)) for u in draws]
+    made = [Reply(SimpleNamespace(random=iter([u]).__next__)) for u in draws.tolist()]
     encoder = SimpleNamespace(end_of_turn=-1, decode=lambda ids: "a")
     found = TokenSampler(Sampler(0.7, never), encoder, ())(made, logits)[:, 0].tolist()
     assert [reply.ids for reply in made] == [[word] for word in found]
     assert all(0 < word < words - 1 for word in found)
-    for row, u, word in [*zip(p.cumsum(-1), draws, found)][100:]:  # at the ends p may be 1e-9
-        # The first token at which the distribution function exceeds u.
-        assert word == int((row <= u * row[-1]).sum())
+    # The first token at which the distribution function exceeds the draw. At the ends p may be 1e-9.
+    total = p.cumsum(-1)
+    assert found[100:] == (total <= draws[:, None] * total[:, -1:]).sum(-1)[100:].tolist()
     values = torch.tensor([reply.log_probs[0] for reply in made], dtype=torch.float64)
     torch.testing.assert_close(values, p[range(400), found].log(), atol=1e-4, rtol=0)
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import plain_log_probs, refusal
+from conftest import plain_log_probs, refusal, table
 from family_models import tiny_model
-from test_engine import BOTH, branches, conversations, gradient_of
+from test_engine import branches, conversations, gradient_of
 
 import dpo
 from dpo import Trajectory
@@ -15,37 +15,45 @@ from engine.sampling import Sampler, TokenSampler
 from engine.self_check import make_generator, select_backends
 
 LONGEST = 100  # tokens of a test sequence: six times the models' window
-# Longrope uses other angles for all tokens if one of them is beyond position 64.
-LONGROPE = dict(original_max_position_embeddings=64, rope_parameters=dict(
-    rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-    original_max_position_embeddings=64))
+# Longrope uses other angles for all tokens if one of them is beyond position 64. Padding changes the
+# replies of nemotron_h with a bias.
+MORE = dict(nemotron_h=dict(use_bias=True), phi3=dict(
+    original_max_position_embeddings=64, rope_parameters=dict(
+        rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+        original_max_position_embeddings=64)))
 
 
-@pytest.mark.parametrize("family, more, replies, passes", [
-    ("llama", {}, "kv_cache", BOTH), ("gpt2", {}, "kv_cache", BOTH),
-    ("gemma3_text", {}, "kv_cache", ["padded"]), ("gpt_oss", {}, "kv_cache", ["padded"]),
-    ("lfm2", {}, "batched", ["padded"]), ("mamba", {}, "batched", ["padded"]), ("minimax", {}, "single", ["padded"]),
-    ("bart", {}, "single", ["padded"]), ("phi3", LONGROPE, "single", []),
-    ("nemotron_h", dict(use_bias=True), "single", ["padded"]),  # padding changes its replies
-    ("moshi", {}, None, "MoshiForCausalLM cannot be used: the log-probabilities of its replies differ"),
-    ("roberta", {}, None, "RobertaForCausalLM cannot be used: ")])
-def test_the_self_check_selects_the_fastest_correct_backends(
-        family, more, replies, passes, words, tmp_path):
+@pytest.mark.parametrize("family, replies, passes", table("""
+    llama -> kv_cache -> prefix_sharing padded
+    gpt2 -> kv_cache -> prefix_sharing padded
+    gemma3_text -> kv_cache -> padded
+    gpt_oss -> kv_cache -> padded
+    lfm2 -> batched -> padded
+    mamba -> batched -> padded
+    minimax -> single -> padded
+    bart -> single -> padded
+    nemotron_h -> single -> padded
+    phi3 -> single ->
+    moshi -> refused -> MoshiForCausalLM cannot be used: the log-probabilities of its replies differ
+    roberta -> refused -> RobertaForCausalLM cannot be used:
+"""))
+def test_the_self_check_selects_the_fastest_correct_backends(family, replies, passes, words, tmp_path):
     """They have the log-probabilities of plain forward passes. A model in bf16 is checked in fp32,
     since rounding hides some faults. The check leaves the model's attention as it was."""
-    tiny_model(family, len(words.tokenizer), **more).save_pretrained(tmp_path)
+    tiny_model(family, len(words.tokenizer), **MORE.get(family, {})).save_pretrained(tmp_path)
     model = models.read_model(tmp_path).eval()
     attention = model.config._attn_implementation
     half = models.read_model(tmp_path).eval().to(torch.bfloat16)
-    if replies is None:
+    if replies == "refused":
         assert passes in refusal(select_backends, half, words, LONGEST)
         return
-    assert select_backends(half, words, LONGEST) == dict(replies=replies, passes=passes)
+    backends = dict(replies=replies, passes=passes.split())
+    assert select_backends(half, words, LONGEST) == backends
     assert {p.dtype for p in half.parameters()} == {torch.float32}
     assert half.config._attn_implementation == attention
     if passes:  # otherwise the order in which a model reads tokens changes its results
         assert_replies_are_right(model, words, replies)
-    for backend in passes:
+    for backend in backends["passes"]:
         assert_passes_are_right(model, backend)
 
 

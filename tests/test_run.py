@@ -277,7 +277,7 @@ def test_a_phase_may_return_numbers_of_numpy_and_torch(new_run):
     assert [row[name] for name in found] == [0.5, 2.0, [True]]
 
 
-def changing(run, played, i):
+def changing(played):
     played[1].reward = 0.9
     return played
 
@@ -286,23 +286,26 @@ def worse(t):
     return replace(t, reward=0.4)
 
 
-@pytest.mark.parametrize("phase, says", [
-    (lambda r, played, i: None, "it returned None; return a list of trajectories"),
-    (lambda r, played, i: ([], 3), "its second value is 3; return a dict"),
-    (lambda r, played, i: ([], dict(bad=float("nan"))), "bad: "),
-    (lambda r, played, i: ([], dict(bad=np.arange(3))), "bad: array([0, 1, 2]) is"),
-    (lambda r, played, i: ([], dict(a=dict(b=dict(c=1)))), "a is {'b': {'c': 1}}; return a number"),
-    (lambda r, played, i: ([], dict(seconds=1)), "already has the entry 'seconds'; give this"),
-    (lambda r, played, i: ([], dict(i=2)), "already has the entry 'i'"),
+@pytest.mark.parametrize("result, says", [
+    (None, "it returned None; return a list of trajectories"),
+    (([], 3), "its second value is 3; return a dict"),
+    (([], dict(bad=float("nan"))), "bad: "),
+    (([], dict(bad=np.arange(3))), "bad: array([0, 1, 2]) is"),
+    (([], dict(a=dict(b=dict(c=1)))), "a is {'b': {'c': 1}}; return a number"),
+    (([], dict(seconds=1)), "already has the entry 'seconds'; give this"),
+    (([], dict(i=2)), "already has the entry 'i'"),
     (changing, "it changed one of its inputs; let it change a copy"),
-    (lambda r, played, i: [Pair("k", played[2], worse(played[0]))],
+    (lambda played: [Pair("k", played[2], worse(played[0]))],
      "task 'a', agent 'target', iteration 0, rollout 0, but the inputs of the phase have none or"),
-    (lambda r, played, i: [*played, worse(played[0])],
+    (lambda played: [*played, worse(played[0])],
      "two trajectories have task 'a', agent 'target', iteration 0, rollout 0; give one of them")])
-def test_a_phase_that_would_go_wrong_is_refused_by_name(phase, says, new_run):
+def test_a_phase_that_would_go_wrong_is_refused_by_name(result, says, new_run):
+    def mine(run, played, i):
+        return result(played) if callable(result) else result
+
     run = new_run()
-    line = refusal(partial(run.once, i=1), "out.jsonl", phase, run.once("played.jsonl", play))
-    assert line.startswith(f"{phase.__name__}, for the output out.jsonl: ") and says in line
+    line = refusal(partial(run.once, i=1), "out.jsonl", mine, run.once("played.jsonl", play))
+    assert line.startswith("mine, for the output out.jsonl: ") and says in line
     assert {*read_json(run.folder / "phases.json")} == {"played.jsonl"}
 
 
@@ -648,32 +651,31 @@ def test_help_has_the_settings_of_the_method_with_values_and_sources(capsys):
 # ---------------------------------------------------------------------------- models and experts
 
 
-def change_config(folder, **values):
+def change_config(folder, values):
     write_json(folder / "config.json", read_json(folder / "config.json") | values)
 
 
-def add_weights(folder, *names):
+def add_weights(folder, names):
     """Ties the head of a model, and adds weights of 32 numbers."""
     own = load_file(folder / "model.safetensors")
     del own["lm_head.weight"]
     more = {name: torch.ones(32) for name in names}
     save_file(own | more, folder / "model.safetensors", {"format": "pt"})
-    change_config(folder, tie_word_embeddings=True)
+    change_config(folder, dict(tie_word_embeddings=True))
 
 
-@pytest.mark.parametrize("change, says", [
-    (partial(delete, name="model.safetensors"), "no file named model.safetensors"),
-    (partial(delete, name="tokenizer.json"), "tokenizer.json is missing; copy it from the base"),
-    (lambda folder: add_weights(folder, "score.weight", "mtp.norm.weight"),
-     "1 weights are not used by the model that its config.json describes, such as score.weight; "),
-    (partial(change_config, model_type="new", auto_map=dict(AutoConfig="code.Config")), "code"),
-    (partial(change_config, num_hidden_layers=3, layer_types=["full_attention"] * 3),
-     "11 weights are missing, such as model.layers.2."),
-    (partial(change_config, intermediate_size=64), "; give a"),
-    (partial(change_config, model_type="t5"), "t5 is not a causal language model of transformers; ")])
-def test_an_unusable_model_is_refused_by_name(change, says, small_model, tmp_path):
+@pytest.mark.parametrize("change, given, says", table("""
+    delete -> "model.safetensors" -> no file named model.safetensors
+    delete -> "tokenizer.json" -> tokenizer.json is missing; copy it from the base
+    weights -> ["score.weight", "mtp.norm.weight"] -> 1 weights are not used by the model that its config.json describes, such as score.weight;
+    config -> {"model_type": "new", "auto_map": {"AutoConfig": "code.Config"}} -> code
+    config -> {"num_hidden_layers": 3, "layer_types": null} -> 11 weights are missing, such as model.layers.2.
+    config -> {"intermediate_size": 64} -> ; give a
+    config -> {"model_type": "t5"} -> t5 is not a causal language model of transformers;
+"""))
+def test_an_unusable_model_is_refused_by_name(change, given, says, small_model, tmp_path):
     folder = shutil.copytree(small_model, tmp_path / "model")
-    change(folder)
+    dict(delete=delete, weights=add_weights, config=change_config)[change](folder, json.loads(given))
     (folder / "code.py").write_text("raise SystemExit('code of a model is run')")
     line = refusal(program, "--model", folder, "--out", tmp_path / "run", "--method", "sft")
     assert line.startswith(f"--model {folder}: ") and says in line, line
@@ -683,9 +685,9 @@ def test_an_unusable_model_is_refused_by_name(change, says, small_model, tmp_pat
 def test_unused_heads_and_output_switches_of_a_base_are_neither_used_nor_saved(
         toy_run, small_model, tmp_path, capfd):
     base = shutil.copytree(small_model, tmp_path / "base")
-    add_weights(base, "mtp.layers.0.weight", "v_head.summary.weight",
-                "model.layers.0.self_attn.rotary_emb.inv_freq")
-    change_config(base, output_attentions=True, return_dict=False, max_position_embeddings=255)
+    add_weights(base, ["mtp.layers.0.weight", "v_head.summary.weight",
+                       "model.layers.0.self_attn.rotary_emb.inv_freq"])
+    change_config(base, dict(output_attentions=True, return_dict=False, max_position_embeddings=255))
     out = toy_run(*SFT, "--model", base)
     said = "".join(capfd.readouterr())
     assert said.count("2 weights are not used, such as mtp.layers.0.weight; no") == 1
