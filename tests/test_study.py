@@ -29,7 +29,8 @@ from lab.study import compare, methods, numbers, study
     [1, 2, 3, 4, 5] -> [0, 0, 0, 0, 0] -> 3 -> 1.9632 -> 5 -> 0.0132
     [0.5, 0.5] -> [0.5, 0.5] -> 0 -> 0 -> 0 -> 1"""))
 def test_differences_by_hand(row):
-    """Their mean, half of the t interval's width, the number above 0, and p.
+    """A row has both arms, and of their differences the mean, half of the t interval's width, the
+    number above 0, and p.
 
     The differences 0.1, 0.2, 0.3 have the variance 0.01, and the half width 4.303 x 0.1 / sqrt(3).
     With two degrees of freedom p = 1 - t / sqrt(2 + t^2), and t = 0.2 sqrt(3) / 0.1 = 3.464. With
@@ -43,8 +44,8 @@ def test_differences_by_hand(row):
 
 
 def test_holm_by_hand():
-    """In ascending order 0.01 x 5, 0.03 x 4, 0.035 x 3, which must not be below 0.12, 0.6 x 2 and
-    0.7 x 1, which are at most and at least 1."""
+    """In ascending order: 0.01 x 5 = 0.05, 0.03 x 4 = 0.12, 0.035 x 3, raised to 0.12, 0.6 x 2, cut
+    to 1, and 0.7 x 1, raised to 1."""
     assert numbers.holm([.01, .035, .03, .6, .7]) == pytest.approx([.05, .12, .12, 1, 1])
 
 
@@ -153,8 +154,8 @@ def test_the_last_iteration_and_all_iterations(tmp_path):
 
 
 def test_the_tables_of_exploration_and_cost(tmp_path, small_model):
-    """The explored rewards of the targets are 1, 0.65 and 0.25. One seed
-    has no interval over seeds, also in the picture."""
+    """The explored rewards of the targets are 1, 0.65 and 0.25. One seed has no interval over
+    seeds, also in the picture."""
     for arm, failure in ("coevolve", [[0, 0], [0, 0], [0.5, 0], [0.5, 0]]), ("eto", []):
         run = made_run(tmp_path / f"{arm}-s3", [[0, 0], [1.0, 0], [0.65, 0], [0.25, 0]], method=arm,
                        failure=failure)
