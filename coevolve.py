@@ -60,7 +60,7 @@ import common.settings as types
 import dpo
 from common.files import seed_of
 from dpo import Group, Pair, Trajectory, better, equal
-from engine.command import main
+from engine.command import run_program
 from engine.experts import collect_experts
 from engine.machine import MachineSettings
 from engine.phases import Trained
@@ -820,4 +820,4 @@ METHODS = {
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], Settings, Run, METHODS, "python coevolve.py")
+    run_program(sys.argv[1:], Settings, Run, METHODS, "python coevolve.py")

@@ -215,7 +215,7 @@ def unmarked(text: str) -> str:
     If the text starts with a code span (`...`) or a code fence (```...```), returns only the text
     inside it.
     """
-    opening = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?", text)
+    opening = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\r?\n)?", text)
     inside = text[opening.end():].split(opening[1], 1)[0] if opening else text
     spaces = "".join(filter(str.isspace, {*inside}))  # all whitespace characters of the text
     return inside.strip(MARKS + spaces)

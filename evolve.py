@@ -90,7 +90,7 @@ from coevolve import (
 from common.files import seed_of
 from common.settings import UsageError
 from dpo import Group, Trajectory
-from engine.command import main
+from engine.command import run_program
 from engine.experts import collect_experts, evaluated_tasks
 from engine.forward_passes import average_and_clip
 from engine.phases import Trained
@@ -921,4 +921,4 @@ METHODS = {
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], Settings, Run, METHODS, "python evolve.py")
+    run_program(sys.argv[1:], Settings, Run, METHODS, "python evolve.py")

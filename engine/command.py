@@ -31,7 +31,7 @@ FULL = re.compile("No space left on device|Disk quota exceeded")
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
 
-def main(argv: list[str], settings_class, run_class, methods: dict, program: str,
+def run_program(argv: list[str], settings_class, run_class, methods: dict, program: str,
          finish: Callable | None = None):
     """Runs the training method that --method selects, and returns the `Run` object.
 

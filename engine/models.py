@@ -73,7 +73,7 @@ def read(kind, folder, **options):
 
 
 @contextmanager
-def named(flag: str):
+def naming_flag(flag: str):
     """Replaces "--model" with another flag, such as --failure-from, in a UsageError's message."""
     try:
         yield
@@ -519,7 +519,7 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
     if accelerator.is_main_process:
         for name in model.all_tied_weights_keys or {}:  # FSDP would save each tied weight twice
             weights.pop(name, None)
-        write(model, encoder, folder, weights)
+        write_model(model, encoder, folder, weights)
 
 
 def save_tensors(tensors: dict, file) -> None:
@@ -537,7 +537,7 @@ def check_can_be_saved(model, encoder: Encoder) -> None:
     """
     with TemporaryDirectory() as folder:
         try:
-            write(model, encoder, folder, {})
+            write_model(model, encoder, folder, {})
         except OSError:  # a problem with the disk, not with the model
             raise
         except Exception as error:  # transformers raises exceptions of various classes
@@ -545,7 +545,7 @@ def check_can_be_saved(model, encoder: Encoder) -> None:
                              f"saved: {first_line(error)}; correct its config.json") from None
 
 
-def write(model, encoder: Encoder, folder, weights: dict) -> None:
+def write_model(model, encoder: Encoder, folder, weights: dict) -> None:
     """Writes a model, whose unsharded state dict is `weights`, and its tokenizer to a folder."""
     model.generation_config = saved_generation_config(model.generation_config, encoder)
     model.config.pad_token_id = model.generation_config.pad_token_id

@@ -11,7 +11,7 @@ from envs import EnvError, Environment, episode
 WAITS = [0.5, 5.0, 25.0]
 
 
-def play(
+def play_episodes(
     make_env: Callable[[], Environment],
     encoder,
     trajectories: list,

@@ -28,7 +28,7 @@ from engine.phases import (
     prefix_errors,
 )
 from engine.sampling import TokenSampler
-from engine.trajectories import named
+from engine.trajectories import row_of
 from environments import make
 
 # The backends of a model for which all backends are correct, see `self_check.select_backends`.
@@ -223,7 +223,7 @@ class Run(Phases):
         share = new[self.machine.rank::self.machine.ranks]
         slots = self.slots(model)
         with self.bar(len(share)) as progress:
-            rollouts.play(make_env or self.make_env, self.encoder, share,
+            rollouts.play_episodes(make_env or self.make_env, self.encoder, share,
                           self.make_generator(model, temperature, slots), slots,
                           self.settings.max_tokens, ended=lambda t: progress.update())
         if model is agent and self.shares_prefixes:
@@ -271,7 +271,7 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
         if pair.history:
-            rows.append(named(pair) | dict(first=pair.history[0], last=pair.history[-1]))
+            rows.append(row_of(pair) | dict(first=pair.history[0], last=pair.history[-1]))
     return rows
 
 
@@ -285,7 +285,7 @@ def given_models(s, base: Path) -> dict[str, Path]:
 
 def check_same_tokenizer(base: Path, encoder, agent: Path) -> None:
     """Raises UsageError if the --failure-from agent has another tokenizer or chat template."""
-    with models.named("--failure-from"):
+    with models.naming_flag("--failure-from"):
         fingerprint = models.read_encoder(agent).fingerprint()
     if fingerprint != encoder.fingerprint():
         raise UsageError(f"--failure-from {agent}: its tokenizer or chat template is not that of "
@@ -296,7 +296,7 @@ def select_backends(s, base: Path, machine: Machine, encoder) -> dict:
     """Returns the backends that give correct results for all initial models of a run."""
     selected = []
     for flag, model in given_models(s, base).items():
-        with models.named(flag):
+        with models.naming_flag(flag):
             selected.append(model_backends(s, model, machine, encoder))
     replies = max((backends["replies"] for backends in selected), key=REPLY_BACKENDS.index)
     passes = [name for name in self_check.PASS_BACKENDS

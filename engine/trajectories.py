@@ -32,7 +32,7 @@ def write(file: Path, items: Iterable) -> None:
 
 def line_of(item) -> str:
     if isinstance(item, Pair):
-        item = named(item) | dict(weight=item.weight, sft_weight=item.sft_weight)
+        item = row_of(item) | dict(weight=item.weight, sft_weight=item.sft_weight)
     return json_line(item)
 
 
@@ -171,7 +171,7 @@ def describe(name: tuple) -> str:
     return f"task {task!r}, agent {agent!r}, iteration {iteration}, rollout {rollout}"
 
 
-def named(pair: Pair) -> dict:
+def row_of(pair: Pair) -> dict:
     """Returns a dict with the task and kind of a pair, and the names and rewards of both sides."""
     sides = {}
     for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     if flags and command.rank() == 0:
         print(f"{args.model} plays with the settings of its training, unless you set them: "
               f"{' '.join(flags)}")
-    command.main([*flags, *argv], Settings, Run, METHODS, "bash run.sh ENV", finish)
+    command.run_program([*flags, *argv], Settings, Run, METHODS, "bash run.sh ENV", finish)
 
 
 def finish(run: Run) -> str:

@@ -49,11 +49,11 @@ def base() -> Path:
             print(f"smollm2: downloads 93 MB and writes 540 MB to {FOLDER}, once; this takes about "
                   "a minute")
             with tempfile.TemporaryDirectory(dir=FOLDER.parent) as temporary:
-                make(Path(temporary)).rename(FOLDER)
+                make_folder(Path(temporary)).rename(FOLDER)
     return FOLDER
 
 
-def make(temporary: Path) -> Path:
+def make_folder(temporary: Path) -> Path:
     """Converts the model into a subfolder of `temporary`, and returns this folder. If a package is
     missing, pip installs PACKAGES into another subfolder, so that the user's Python environment is
     not changed."""

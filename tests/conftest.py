@@ -383,7 +383,7 @@ TOY = (*TOY_SFT, "--iterations", 1, "--dpo-epochs", 1, "--dpo-lr", 1e-3)
 
 def core(*flags, run_class=None):
     """Runs the core, which may be that of a changed program."""
-    program, main = import_module("coevolve"), import_module("engine.command").main
+    program, main = import_module("coevolve"), import_module("engine.command").run_program
     main([*map(str, flags)], program.Settings, run_class or program.Run, program.METHODS,
          "python coevolve.py")
 

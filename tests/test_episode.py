@@ -38,7 +38,7 @@ def play(agent, make_env=Echo, temperature=1.0, slots=3, backend="kv_cache"):
     generate = make_generator(backend, model, sampler, slots, 400, 8, 100)
     trajectories = [Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in range(8)]
     over = []
-    rollouts.play(make_env, encoder, trajectories, generate, slots, 400, over.append)
+    rollouts.play_episodes(make_env, encoder, trajectories, generate, slots, 400, over.append)
     assert sorted(t.task for t in over) == [t.task for t in trajectories]
     return trajectories
 

@@ -15,7 +15,7 @@ import environments
 from common import settings
 from dpo import Trajectory
 from engine.chat import Encoder
-from engine.rollouts import play
+from engine.rollouts import play_episodes as play
 from engine.trajectories import write as write_jsonl
 from environments import environment, expert_files
 

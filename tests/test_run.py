@@ -542,7 +542,7 @@ def test_a_usage_error_is_a_line_and_a_bug_a_traceback(
 
 
 FULL = "No space left on device"
-SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write", "lab.page.page.make_page"
+SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write_model", "lab.page.page.make_page"
 
 
 @pytest.mark.parametrize("where, error, says", [
@@ -557,7 +557,7 @@ SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write", "lab.page.page.
 def test_an_error_of_the_machine_is_a_line_with_a_remedy(
         where, error, says, toy_run, monkeypatch, tmp_path):
     """Results are there without a page. What could not be saved is found before training."""
-    monkeypatch.setattr(command, "main", partial(command.main, finish=whole_program.finish))
+    monkeypatch.setattr(command, "run_program", partial(command.run_program, finish=whole_program.finish))
     monkeypatch.setattr(where, fails_with(error))
     line = refusal(toy_run, *SFT)
     assert says in line and ("Fix this" in line) == ("Fix this" in says)

@@ -43,7 +43,7 @@ BYTES_PER_TOKEN = 4  # average for estimates of token counts [OpenAI, for Englis
 SLOTS = 16  # concurrent requests, unless --slots is given [ours]
 
 
-def evaluations(run: Run) -> None:
+def evaluate_model(run: Run) -> None:
     for split in run.splits:
         run.once(f"eval-0-target-{split}.jsonl", evaluate, run.base, name="target", i=0,
                  split=split)
@@ -231,7 +231,7 @@ class Paid:
         """
         max_tokens = self.run.settings.max_tokens
 
-        def answer(requests: list) -> list:  # in `rollouts.play`, each slot has one episode
+        def answer(requests: list) -> list:  # each slot plays one episode at a time
             (t, _), = requests
             messages = request(t)
             if messages is None:
@@ -253,8 +253,9 @@ class Paid:
         works = []
         with self.run.bar(len(episodes)) as progress:
             for slot in range(self.slots):
-                works.append(partial(rollouts.play, make_env, Text(), episodes[slot::self.slots],
-                                     answer, 1, max_tokens, lambda t: progress.update()))
+                works.append(partial(
+                    rollouts.play_episodes, make_env, Text(), episodes[slot::self.slots],
+                    answer, 1, max_tokens, lambda t: progress.update()))
             self.side_by_side(works)
 
     def side_by_side(self, works: list[Callable]) -> list:
@@ -409,9 +410,9 @@ class Chat(Stated):
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
           "max_new_tokens", "slots", "temperature", "rollouts", "hard_threshold", "seed", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "bf16", "tokens_per_forward"),
+    "evaluate": Method(evaluate_model, (*PLAYED, "bf16", "tokens_per_forward"),
                        "no training: evaluates a model or an agent's folder"),
-    "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused",
+    "chat": Method(evaluate_model, (*PLAYED, "experts", "model_name", "examples", "refused",
                                  "timeout"),
                    "no training: evaluates a chat endpoint, --model https://host/v1"),
 }

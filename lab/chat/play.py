@@ -164,7 +164,7 @@ def main(argv: list[str]) -> None:
     env = make(s.env, s.view, **asdict(options))
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
-        with models.named("--agent"):
+        with models.naming_flag("--agent"):
             vocabulary_size = models.read_config(folder).get_text_config().vocab_size
             encoder = Encoder(models.read_tokenizer(folder), vocabulary_size)
             propose = proposer(folder, config_of(run), encoder, env.stops) if run else None

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lab.page.report import evaluations
+from lab.page.report import evaluation_records
 from lab.runfiles import agents_of, phases_of, rows_in, visible
 
 # The Okabe-Ito palette, which colour-blind readers can distinguish. The first colour is for the
@@ -44,7 +44,7 @@ def figure(panels: int, width: float = 4.0, height: float = 3.6):
     return drawing, drawing.subplots(1, panels, squeeze=False)[0]
 
 
-def write(drawing: Figure, file) -> None:
+def write_svg(drawing: Figure, file) -> None:
     """Writes a figure as SVG."""
     # The constrained layout uses the tick labels of the previous drawing, so the figure has to be
     # drawn once before it is saved.
@@ -55,7 +55,7 @@ def write(drawing: Figure, file) -> None:
 def address(drawing: Figure) -> str:
     """Returns a figure as a data URL."""
     svg = io.BytesIO()
-    write(drawing, svg)
+    write_svg(drawing, svg)
     return "data:image/svg+xml;base64," + base64.b64encode(svg.getvalue()).decode()
 
 
@@ -96,7 +96,7 @@ def run_figure(run: Path) -> Figure | None:
     None if the run has no evaluation yet."""
     phases = phases_of(run)
     curves = defaultdict(list)  # (agent, split) -> evaluations, in order
-    for e in evaluations(run, phases):
+    for e in evaluation_records(run, phases):
         curves[e["name"], e["split"]].append(e)
     if not curves:
         return None

@@ -28,7 +28,7 @@ def bootstrap_interval(values) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def evaluations(run: Path, phases: dict) -> list[dict]:
+def evaluation_records(run: Path, phases: dict) -> list[dict]:
     """Returns the records of all evaluation phases whose trajectory files still exist, with numbers
     computed from these files: the mean reward and its 95% interval from `low` to `high`, the
     success rate, the number of tasks, the number of episodes that reached the context limit, and
@@ -72,13 +72,13 @@ def scenarios(env, rewards: dict[str, list[float]]) -> dict:
 
 def close(run: Path) -> None:
     """Writes the evaluations to result.json. This file marks the run as finished."""
-    write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
+    write_json(run / "result.json", dict(evaluations=evaluation_records(run, phases_of(run))))
 
 
 def tables(run: Path) -> list[Table]:
     """Returns the tables of the evaluations, of each other kind of phase, and of the totals."""
     phases = phases_of(run)
-    evals = evaluations(run, phases)
+    evals = evaluation_records(run, phases)
     evaluated = {row["output"] for row in evals}
     kinds = defaultdict(list)  # the records of all phases that called a function, by its name
     total = Counter()

@@ -34,7 +34,7 @@ from lab.study.methods import (
     arm_of,
     each,
     finished,
-    named,
+    grouped,
     setting_differences,
 )
 
@@ -66,7 +66,7 @@ def write_report(
     tables = []
     last = {}  # environment -> the last evaluations of its runs
     for env, runs in envs.items():
-        evals = numbers.evaluations(runs)
+        evals = numbers.evaluation_rows(runs)
         last[env] = numbers.after_the_last(evals)
         pairs = compared or pairs_of(runs)
         of_shares = [("coevolve", "eto")] if compared else pairs  # the paper has the first one
@@ -232,7 +232,7 @@ def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
     for ax, split in zip(axes, splits):
         figures.label(ax, split, figures.ITERATION, y)
     figures.legend(drawing, axes[0])
-    figures.write(drawing, file)
+    figures.write_svg(drawing, file)
 
 
 # ------------------------------------------------------------------------------------ command
@@ -263,7 +263,7 @@ def main(argv: list[str]) -> None:
                              "to compare: NAME=RUN NAME=RUN")
     else:
         given = [split_name(word) for word in args.runs]
-        envs = named(given)
+        envs = grouped(given)
     parent = os.path.commonpath([path.resolve().parent for _, path in given])
     out = args.out or Path(parent, "report")
     write_report("Comparison of runs", envs, out, COMPARED if all(studies) else None)

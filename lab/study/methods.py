@@ -154,7 +154,7 @@ def arm_of(run: Path) -> str:
     return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
 
-def named(given: list[tuple[str, Path]]) -> dict[str, Runs]:
+def grouped(given: list[tuple[str, Path]]) -> dict[str, Runs]:
     """Groups runs, given as (name, folder), by environment, name and seed.
 
     The runs may have any settings, and may be unfinished. Raises UsageError if two runs in an
@@ -205,7 +205,7 @@ def finished(folder: Path) -> dict[str, Runs]:
                                      f"{value}), but the runs of a study may differ only in method "
                                      "and seed; `run.sh compare` reports on any runs")
             given.append((arm, path))
-    return named(given)
+    return grouped(given)
 
 
 def ignored(settings: dict) -> set[str]:

@@ -170,7 +170,7 @@ def drawn(n: int, stream: int) -> np.ndarray:
 # --------------------------------------------------------------------------- evaluations
 
 
-def evaluations(runs: Runs) -> list[dict]:
+def evaluation_rows(runs: Runs) -> list[dict]:
     """Returns a row for each evaluation of an agent, with the measures `reward` and `success`.
 
     `agent` is "target" for the target (see `runfiles.target_of`), and otherwise the agent's name.
