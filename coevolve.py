@@ -17,8 +17,8 @@ is direct preference optimisation. Both losses are in `dpo.py`.
     target  = SFT(base model, experts)                                           Eq. (3)-(5)
     failure = SFT(base model, experts in another order)
     for K iterations:
-        e_tgt, e_fail = episodes of both agents, on every training task
-        D_fail  = better failure > worse failure, any two failures of a task     Eq. (6)
+        e_tgt, e_fail = episodes of both agents, on every task of the experts
+        D_fail  = better failure > worse failure, any two failures of a task     Eq. (6), 4.2
         failure = DPO(failure, D_fail)                                           Eq. (7)
         D_tgt   = expert > e_tgt, expert > e_fail, and                           Eq. (8)
                   better failure > worse failure, one failure of each agent
@@ -84,8 +84,9 @@ def coevolve(run: Run) -> None:
 
         pairs = [pair for pair in pairs if pair.chosen.reward > 0.5]
 
-    If you change the code of a phase, start a new run, since finished phases do not run again: give
-    another --out, or --branch RUN@OUTPUT.
+    Such a line runs at each start, and the next phase runs again only if its input is another one.
+    A change in the code of a phase is not noticed. Then start a new run: give another --out, or
+    --branch RUN@OUTPUT.
     """
     s = run.settings
     once = run.once
@@ -101,7 +102,7 @@ def coevolve(run: Run) -> None:
     target, failure = target_sft, failure_sft
     evaluate_all(run, 0, target=target, failure=failure)
 
-    buffer = []  # the rollouts of earlier iterations, with --d-fail buffer
+    buffer = []  # earlier rollouts, which the failure agent also learns from with --d-fail buffer
     for i in range(1, s.iterations + 1):
         # Let both agents play --rollouts episodes of every task that has an expert trajectory.
         e_tgt = once(f"iter{i}/target.jsonl", explore, target, experts, name="target", i=i)
@@ -173,13 +174,13 @@ def d_tgt(
             pair.sft_weight = pair.weight
 
     # Section 4.3: "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0".
-    # "This prevents these pairs from dominating the training signal", it says of expert pairs, and
+    # Of expert pairs, it says: "This prevents these pairs from dominating the training signal", and
     # later: "This design prevents over-counting of expert signals while ensuring that failure pairs
     # receive full emphasis". In the paper, each agent plays each task once. The expert pairs of a
     # task have a total weight of 1, and the only failure pair of the task has the weight 1. If the
     # target has M rollouts of a task and the other agent has N, the task has up to M x N failure
     # pairs. Here, each of them has the weight 1 / (M x N), so the failure pairs of a task have a
-    # total weight of at most 1 [ours]. It is lower if some rollouts are successes or unusable.
+    # total weight of at most 1 [ours]. It is lower if some comparisons make no pair.
     #
     # In Eq. (8), the target's failure is always the chosen trajectory. In this code, the chosen
     # trajectory is the failure with the higher reward, as in Eq. (6) [ours].
@@ -212,7 +213,7 @@ def expert_pairs(
 
 # A comparison of two trajectories returns a pair, or a string, the reason why there is no pair. Two
 # trajectories with the same tokens are no pair, because every policy gives both of them the same
-# log-probability. Their rewards differ only if the tokens do not show what the environment read.
+# log-probability. Their rewards can differ only if different texts have the same tokens.
 SAME_TOKENS = "equal tokens with different rewards"
 
 
@@ -274,7 +275,7 @@ def usable(trajectories: Trajectories) -> Trajectories:
 
 
 def too_long(trajectories: Trajectories) -> list[str]:
-    """Returns the reasons why trajectories are not usable, one string per trajectory."""
+    """Returns a string for each trajectory that is not usable."""
     return ["too long" for t in trajectories if not is_usable(t)]
 
 
@@ -289,8 +290,8 @@ def too_long(trajectories: Trajectories) -> list[str]:
 #                 and `play` runs episodes with an inference copy of a model.
 #     experts     the expert trajectories. The first phase, `collect_experts` in engine/experts.py,
 #                 tokenizes them, and drops those with a low reward and those of evaluated tasks.
-#     name        the agent's name in files, tables and seeds. Two agents that start from the same
-#                 model and experts differ only because their seeds differ.
+#     name        the agent's name in files, tables and seeds. After SFT, two agents differ only
+#                 because their seeds differ.
 #     i           the iteration, or 0 after SFT
 #
 # By default, training on a GPU computes forward passes in bf16, and the inference copy on a GPU has
@@ -414,7 +415,7 @@ def evaluate_all(run: Run, i: int, **models: Model) -> None:
 
 
 def summarise(trajectories: Trajectories, hard_threshold: float) -> dict:
-    """Returns the mean reward and other metrics of at least one trajectory.
+    """Returns the mean reward and other metrics of trajectories, of which there is at least one.
 
     The fractions `success`, `hard_negative` and `other_failure` are the three rates of Table 2.
     They sum to 1. `turns` is the mean number of replies per episode. `idle` is the fraction of
@@ -476,8 +477,8 @@ def train_dpo(
 
     # Before training, compute the log-probability log pi_ref(e|u) of each trajectory e given its
     # task u. By default, the reference model is the agent itself at the start of the iteration, so
-    # the same model is then trained. Otherwise the reference model is freed before the agent is
-    # loaded, so that only one model is in memory at a time.
+    # the same model is then trained. With --reference sft, the reference model is freed before the
+    # agent is loaded, so that only one model is in memory at a time.
     pi_ref = after_sft if s.reference == "sft" else model
     policy = run.load(pi_ref, groups)
     if s.reference == "none":  # pi_ref = 1
@@ -504,10 +505,11 @@ def train_dpo(
     rates = dpo.learning_rates(len(batches), lr, DPO_WARMUP)
     trained, numbers = run.fit(policy, batches, rates, loss, denominator)
     # If pi_ref is the policy itself, all margins are 0 at first, and Eq. (7) gives ln 2 per pair.
-    ln2 = lambda_dpo * math.log(2) * dpo.total_weight(batches[0]) / denominator(batches[0])
-    first = numbers.get("first_dpo", ln2)
-    if pi_ref == model and s.reference != "none" and not run.is_close(first, ln2):
-        run.print(f"{run.name}: the first DPO loss is {first:.3f}, and Eq. (7) gives {ln2:.3f}")
+    expected = lambda_dpo * math.log(2) * dpo.total_weight(batches[0]) / denominator(batches[0])
+    first = numbers.get("first_dpo", expected)
+    if pi_ref == model and s.reference != "none" and not run.is_close(first, expected):
+        run.print(f"{run.name}: the first DPO loss is {first:.3f}, and Eq. (7) gives "
+                  f"{expected:.3f}")
     return trained, numbers | counts
 
 
@@ -528,7 +530,7 @@ def preference_groups(
     s: Settings,
     encoder,
 ) -> tuple[list[Group], list[str]]:
-    """Groups pairs by task, and truncates rejected trajectories.
+    """Groups pairs by task, and truncates rejected trajectories, or masks their ends.
 
     Returns:
         One group for each task with pairs, and the reasons why pairs were dropped. A group stores
@@ -787,7 +789,7 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
     # tiny, "--protocol eto" and "--method eto" to runs with these settings, "quick" to runs with
     # --quick, and "quick tiny" to runs with both --quick and the model tiny. If several presets
     # change the same setting, the last preset in this order has priority. Environments define
-    # additional presets.
+    # additional presets. A value on the command line has priority over all presets.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1),
                "--protocol eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
                "--method eto": dict(lambda_sft=0.0, pair_weights="none"),  # DPO alone

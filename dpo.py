@@ -16,7 +16,7 @@ over tokens, are computed in fp64.
 Shapes:
 
     B        trajectories in a forward pass
-    L        tokens in the longest of these trajectories
+    L        tokens in the longest of these trajectories, and l in a single one
     K        positions at which a forward pass computes logits
     V        tokens in the vocabulary
     T        trajectories in a list of groups
@@ -71,7 +71,7 @@ class Trajectory:
     # The reason why the episode ended, or "" while it is running:
     #     "done"           the environment ended the episode
     #     "turn_limit"     the agent reached the maximum number of replies
-    #     "context_limit"  the trajectory reached the maximum number of tokens
+    #     "context_limit"  the trajectory has no room for another reply or observation
     #     "refused"        an API endpoint refused a request (only if an endpoint is evaluated)
     ended: str = ""
 
@@ -269,16 +269,12 @@ def token_log_probs(
 ) -> Tensor:
     """Computes log pi(t_k | t_<k) of every action token t_k in a single forward pass.
 
-    Args:
-        model: A causal language model.
-        trajectories: The batch of trajectories.
-        logits_processor: A function that maps logits (A, V) to processed logits (A, V). The policy
-            pi is the softmax of the processed logits. By default, the logits are only cast to fp32.
-            GRPO in evolve.py trains the sampling distribution. Its logits processor therefore
-            applies the sampling temperature, and masks tokens that the sampler never samples.
+    Returns the log-probabilities of all action tokens, (A,), in the order of the trajectories.
 
-    Returns:
-        The log-probabilities of all action tokens, (A,), in nats, in the order of the trajectories.
+    The policy pi is the softmax of the processed logits, (A, V). By default, `logits_processor`
+    only casts logits to fp32. GRPO in evolve.py trains the sampling distribution. Its logits
+    processor therefore applies the sampling temperature, and masks tokens that the sampler never
+    samples.
     """
     device = next(model.parameters()).device
     # No attention mask is needed. The padding is on the right, and attention is causal, so the
@@ -320,14 +316,9 @@ def logits_at(positions: Tensor, model, **inputs) -> Tensor:
 
 
 def trajectory_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
-    """Computes log pi(e|u) of each trajectory, (T,), the sum of its token log-probabilities.
+    """Computes log pi(e|u) of each trajectory, (T,), in float64.
 
-    Args:
-        per_token: The log-probabilities of all action tokens of all trajectories, (A,).
-        trajectories: The trajectories.
-
-    Returns:
-        The sums, (T,), in float64.
+    `per_token` has the log-probabilities of all their action tokens, (A,).
     """
     # For each action token, the index of its trajectory: 0, 0, 0, 1, 1, ...
     counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
@@ -350,12 +341,13 @@ def add_references(
     """Computes log pi_ref(e|u) of each trajectory with pi_ref, and stores it in `t.ref_log_prob`.
 
     In bf16, the log-probabilities of a trajectory depend slightly on the other trajectories in its
-    batch. In the first training step, margins are therefore close to 0, but not exactly 0.
+    batch. If the policy starts as pi_ref, its first margins are therefore close to 0, but not
+    exactly 0.
     """
     for micro_batch in micro_batches(groups, fits):
         trajectories = trajectories_of(micro_batch)
         per_token = log_probs(model, trajectories)                                # (A,)
-        values = trajectory_log_probs(per_token, trajectories).tolist()               # (T,)
+        values = trajectory_log_probs(per_token, trajectories).tolist()           # (T,)
         for t, value in zip(trajectories, values):
             t.ref_log_prob = value
 
@@ -389,8 +381,8 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Computes the SFT loss, Eq. (3)-(5), summed over all trajectories in the groups."""
-    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), where A is the set of the tokens that
-    # belong to thoughts and actions. The tensor `policy` contains log pi of only these tokens.
+    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A). In the paper, A is the set of the tokens
+    # of thoughts and actions. The tensor `policy` contains log pi of only these tokens.
     return dict(loss=-policy.double().sum()), {}
 
 
@@ -407,17 +399,13 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor]:
     """Computes the DPO loss, Eq. (7), of each pair.
 
-    Args:
-        policy_chosen, policy_rejected: log pi(e|u) of the chosen and of the rejected trajectory of
-            each pair, (P,) each.
-        reference_chosen, reference_rejected: log pi_ref(e|u) of the same trajectories, (P,) each.
-        beta: The factor beta in Eq. (7).
-
-    Returns:
-        The losses and the margins, (P,) each. The margin is the argument of sigma in Eq. (7).
+    The arguments are log pi(e|u) and log pi_ref(e|u) of the chosen and of the rejected trajectory
+    of each pair, (P,) each. Returns the losses and the margins, (P,) each. The margin is the
+    argument of sigma in Eq. (7).
     """
-    # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) ), where e_w is
-    # the chosen trajectory, and e_l is the rejected trajectory.
+    # Eq. (7): L = -log sigma( beta log [pi(e_w|u) / pi_ref(e_w|u)]
+    #                          - beta log [pi(e_l|u) / pi_ref(e_l|u)] ),
+    # where e_w is the chosen trajectory, and e_l is the rejected trajectory.
     margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
     return -F.logsigmoid(margin), margin
 
@@ -438,8 +426,6 @@ def preference_loss(
     Args:
         policy: log pi of all action tokens, (A,).
         groups: The groups, one per task. Each trajectory needs its `ref_log_prob`.
-        beta: The factor beta in Eq. (7).
-        lambda_dpo, lambda_sft: The weights of the DPO term and of the SFT term.
         log_prob_reduction: "sum" or "mean". In the DPO term, the log-probability of a trajectory is
             the sum or the mean of its token log-probabilities.
 
@@ -449,7 +435,7 @@ def preference_loss(
         second dict is the result of `pair_statistics`.
     """
     trajectories = trajectories_of(groups)
-    pi = trajectory_log_probs(policy, trajectories)                                   # (T,)
+    pi = trajectory_log_probs(policy, trajectories)                               # (T,)
     ref = pi.new_tensor(references_of(trajectories))                              # (T,)
     counts = pi.new_tensor([t.action_count for t in trajectories])                # (T,)
 
@@ -478,7 +464,8 @@ def preference_loss(
     dpo = lambda_dpo * weight * preference                                        # (P,)
     sft = lambda_sft * sft_weight * imitation                                     # (P,)
     for column in preference, margin, weight, sft_weight:
-        if column.shape != (len(pairs),):  # it would be broadcast, and the weights would be lost
+        # torch would broadcast a scalar or a column, so that weights act on the wrong pairs.
+        if column.shape != (len(pairs),):
             raise ValueError(f"{len(pairs)} pairs have a loss, margin or weight of shape "
                              f"{tuple(column.shape)}; give one number per pair")
     losses = dict(loss=(dpo + sft).sum(), dpo=dpo.sum(), sft=sft.sum())
@@ -517,7 +504,7 @@ def pair_statistics(pairs: list[Pair], *columns: Tensor) -> dict:
 def means(sums: dict[str, Counter]) -> dict:
     """Divides the sums of each kind of pair by the number of its pairs (`count`).
 
-    Returns a dict {kind of pair: {name: mean}}. The entry `count` is not divided.
+    The entry `count` itself is not divided.
     """
     kinds = {}
     for kind, row in sums.items():
@@ -560,17 +547,14 @@ def train(
 
     Args:
         model: A causal language model in fp32 and in evaluation mode.
-        optimizer: The optimiser, for instance `adamw(model)`.
-        steps: The batches, one per step.
-        rates: The learning rates, one per step.
+        steps, rates: The batch and the learning rate of each step.
         loss: A function loss(policy, groups), as described above `sft_loss`.
         denominator: A function denominator(batch) -> number. The loss of a batch is divided by this
             number. The number is computed for the whole batch. If the mean were computed for each
             micro-batch instead, pairs in small micro-batches would get larger weights.
         log_probs, fits, clip: Functions that a distributed run replaces with its own, with the same
             arguments as `token_log_probs`, `fits_in_pass` and `clip_gradients`.
-        max_grad_norm: The maximum gradient norm (gradient clipping).
-        on_step: A function on_step(line), which is called after each step.
+        on_step: A function that is called with the line of each step.
 
     Returns:
         A dict for each step with the entries `step`, `loss`, the terms of the loss, `lr`, `norm`

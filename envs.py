@@ -19,8 +19,8 @@ from common.settings import UsageError
 class EnvError(Exception):
     """Raised if the environment itself fails, for example because a server stops.
 
-    The episode is then discarded. The message must be a single line that explains how to fix the
-    problem.
+    The episode is then discarded and played again. If it fails again and again, the run stops. The
+    message must be a single line that explains how to fix the problem.
     """
 
 
@@ -74,22 +74,19 @@ class Interaction:
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """Returns the first messages of an episode, with the prompt and the first observation.
 
-        Args:
-            observation: The first observation.
-            playing: If True, returns the messages for acting in the environment. If False, returns
-                the messages for training. The two lists of messages differ only if the prompt for
-                acting has examples.
+        If `playing` is True, they are the messages for acting in the environment, and otherwise
+        those for training. The two differ only if the prompt for acting has examples.
         """
         content = f"{self.prompt}\n\n{observation}" if self.prompt else observation
         return [{"role": "user", "content": content}]
 
     def action(self, reply: str) -> str | None:
-        """Extracts the action from a reply, and returns None if the reply has no action.
+        """Extracts the action from a reply. A subclass may return None if there is none.
 
-        The action is the text after the first label "Action:", up to the end of the line. If there
-        is no label, the whole reply is the action. Lines after the action are ignored, because the
-        agent wrote them before it saw the next observation. Markdown emphasis, quotes, backticks
-        and code fences around the action are removed.
+        The action is the text after the first label "Action:", up to the end of the line. Later
+        lines are ignored, because the agent wrote them before it saw the next observation. If there
+        is no label, the whole reply is the action. Markdown emphasis, quotes, backticks and code
+        fences around the action are removed.
         """
         label = LABEL.search(reply) or re.search("Action:", reply)
         if label:
@@ -115,7 +112,8 @@ def episode(env: Interaction, encoder, t, max_tokens: int):
     Args:
         env: The environment.
         encoder: An `engine.chat.Encoder`, which turns messages into token ids.
-        t: A `dpo.Trajectory` with a task and a seed. This function sets the other fields.
+        t: A `dpo.Trajectory` with a task and a seed. This function sets the fields that `clear`
+            resets.
         max_tokens: The context length. The trajectory always has fewer than `max_tokens` tokens.
 
     Yields:
@@ -192,11 +190,7 @@ def replace_opening(t, encoder, played: list[dict], trained: list[dict]) -> None
     agents are trained. This function changes only the token ids and the action mask. The field
     `messages` still contains the examples.
 
-    Args:
-        t: The trajectory.
-        encoder: An `engine.chat.Encoder`.
-        played: The first messages that the agent saw in the episode.
-        trained: The first messages for training.
+    `played` are the first messages of the episode, and `trained` those for training.
     """
     if played == trained:
         return
@@ -248,7 +242,7 @@ class Environment(Interaction):
     # "train", "validation" and the test splits.
     splits: dict[str, dict]
     test_splits: tuple[str, ...]  # names of the test splits, which a run evaluates by default
-    rules = ""                    # start of the prompt: instructions, used only with view "full"
+    rules = ""                    # instructions for the prompt, used only with view "full"
     # A regular expression for text that differs each time a server starts, such as the random price
     # limits of a real WebShop server. This text is ignored when --experts compares the observations
     # of a published trajectory with those of the environment. The default matches no text.
@@ -324,9 +318,8 @@ class Environment(Interaction):
     def possible(self) -> tuple[list[str], str]:
         """Returns help for a person who plays the episode.
 
-        Returns:
-            A tuple of a list and a text. The list has the actions that are available now. The text
-            describes the formats of all other actions, one format per line.
+        The list has the actions that are available now. The text describes the formats of all
+        other actions, one format per line.
         """
         return [], ""
 

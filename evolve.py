@@ -354,9 +354,8 @@ def plan(run: Run, task_set: Rows, planned: Rows, i: int, steps: int) -> tuple[R
     that joined D during an epoch are first used in the next epoch. A step never contains the same
     task twice.
 
-    The last segment of a run may have fewer than E steps. `planned` is the plan of the previous
-    segment. A row has the tasks of the step (`tasks`), and the tasks of the epoch that are still
-    unused after the step (`waiting`).
+    `planned` is the plan of the previous segment. A row has the tasks of the step (`tasks`), and
+    the tasks of the epoch that are still unused after the step (`waiting`).
     """
     s = run.settings
     tasks_of_d = [row["task"] for row in task_set]
@@ -402,8 +401,7 @@ def success_rate(group: list[Trajectory]) -> float:
 def evidence(episodes: list[Trajectory]) -> dict:
     """Returns the conversations of the first failure and the first success among the episodes.
 
-    The entry `failure` is None if there is no failure. The entry `success` is None if there is no
-    success.
+    An entry is None if there is no such episode.
     """
     first = dict(failure=None, success=None)
     for t in reversed(episodes):
@@ -536,9 +534,8 @@ def find_signals(run: Run, task_set: Rows, played: list[Path], i: int) -> tuple[
 def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
     """Picks signals of each kind in turn (round-robin), at most one signal per task.
 
-    Args:
-        kinds: One list of signals for each kind. Signals at the start of a list are picked first.
-        limit: The maximum number of picks of each kind.
+    `kinds` has one list of signals for each kind, from which at most `limit` are picked. Signals at
+    the start of a list are picked first.
     """
     picked = {}  # the picked signal of each task, by task id
     queues = [iter(rows) for rows in kinds]
@@ -612,10 +609,9 @@ def training_tasks(run: Run) -> list[str]:
 
 
 def first_tasks(run: Run, i: int) -> tuple[Rows, dict]:
-    """Makes D_0 from the first training tasks, for --start-from train.
+    """Makes D_0 from the first training tasks, at most --start-tasks, for --start-from train.
 
-    D_0 has at most --start-tasks tasks. The numbers are the number of tasks in D_0 (`tasks`), and
-    the difference between --start-tasks and this number (`missing`).
+    The number `missing` is the difference between --start-tasks and the number of `tasks`.
     """
     limit = run.settings.start_tasks
     tasks = training_tasks(run)[:limit]
@@ -660,7 +656,7 @@ def explore(
     """Explores: the agent plays episodes of the picked tasks, at EXPLORER_TEMPERATURE.
 
     The prompt does not contain the reason why a task was picked. In evolution 0, no tasks are
-    picked, and the agent plays training tasks. Returns the metrics of the trajectories.
+    picked, and the agent plays training tasks.
     """
     s = run.settings
     episodes = begin_exploring(run, signals, START_EPISODES, i)
@@ -710,8 +706,6 @@ def judge(run: Run, candidates: Rows, task_set: Rows, i: int) -> tuple[Rows, dic
         verdict: "added" or "refused".
         reason: The reason for refusing the candidate, or null if the candidate is added.
         replayed: True if the solution was replayed in the environment.
-
-    The numbers are the result of `counts` for the proposals.
     """
     # 1. Collect the keys and the words of the tasks in D, to find candidates that are duplicates.
     s = run.settings
@@ -809,8 +803,7 @@ def words(text: str) -> set[str]:
 def join(run: Run, task_set: Rows, proposals: Rows, i: int) -> tuple[Rows, dict]:
     """Returns the new task set D: the old task set, and each proposal with the verdict "added".
 
-    The numbers are the number of tasks in the new task set (`tasks`), and how many of them are new
-    (`joined`). Raises UsageError if the new task set is empty.
+    Raises UsageError if the new task set is empty.
     """
     task_rows = list(task_set)
     env = env_with(run, task_rows)

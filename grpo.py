@@ -114,7 +114,6 @@ def clipped_loss(
     Args:
         policy: log pi(t_j|.), (A,), in nats.
         groups: The task groups. Each of them must have advantages.
-        clip_low, clip_high: low and high, for GRPO CLIP_LOW and CLIP_HIGH.
         kl: The weight beta of the KL term.
         kl_term: `k3` for GRPO, `k2` for PPO.
 
@@ -179,13 +178,8 @@ def update(
     """Trains the policy in place on the trajectories that it played in one step.
 
     Args:
-        model: The policy.
-        pi_ref: The reference model.
-        optimizer: The optimiser of the policy.
-        trajectories: The trajectories of the step.
         minibatch: The number of tasks in a minibatch. There is one optimiser step per minibatch.
         rng: The random number generator that shuffles the tasks.
-        lr: The learning rate.
         loss: A function loss(policy, groups), such as `clipped_loss`.
         log_probs: The same function as in `dpo.train`. Its log-probabilities have to be those of
             the distribution that episodes were sampled from.
@@ -243,13 +237,9 @@ def minibatches(groups: list[TaskGroup], size: int, rng: random.Random) -> list[
 
 @torch.no_grad()
 def store_log_probs(groups: list[TaskGroup], name: str, policy, log_probs: Callable) -> None:
-    """Computes log pi of all action tokens under a policy, and stores the values in the groups.
+    """Computes log pi of all action tokens under a policy, and stores them in the groups.
 
-    Args:
-        groups: The task groups.
-        name: The field of TaskGroup to store the values in, "ref_log_probs" or "old_log_probs".
-        policy: The policy, a causal language model.
-        log_probs: The same function as in training, log_probs(model, trajectories) -> (A,).
+    `name` is the field of TaskGroup that stores them: "ref_log_probs" or "old_log_probs".
     """
     values = log_probs(policy, dpo.trajectories_of(groups)).cpu()                 # (A,)
     counts = [action_count([group]) for group in groups]

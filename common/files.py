@@ -17,16 +17,12 @@ from common.settings import UsageError
 
 
 def read_json(file: Path) -> dict:
-    """Returns the JSON object in a file as a dict.
-
-    Raises UsageError if the file does not contain a valid JSON object, for example because it is
-    truncated.
-    """
+    """Returns the JSON object in a file, and raises UsageError if it is not complete."""
     return parse_object(file.read_bytes(), file)
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """Returns the rows of a JSON lines file as a list of dicts.
+    """Returns the rows of a JSON lines file.
 
     Raises UsageError with the line number if a line is not a valid JSON object.
     """
@@ -49,22 +45,14 @@ def parse_object(data: bytes, location) -> dict:
 
 
 def write_json(file: Path, value) -> None:
-    """Writes a value to a JSON file.
-
-    The data is first written to a temporary file. The temporary file is then renamed, which is
-    atomic. If the program is interrupted, the file has either its old content or its new content.
-    """
+    """Writes a value to a JSON file. An interrupted write leaves the old content of the file."""
     temporary = file.with_name(f"{file.name}.tmp")
     temporary.write_text(json.dumps(value, indent=1))
     os.replace(temporary, file)
 
 
 def json_line(row) -> str:
-    """Returns a line of a JSON lines file.
-
-    Args:
-        row: A dict or a dataclass object. Fields of a dataclass object that are None are left out.
-    """
+    """Returns the JSON line of a dict, or of a dataclass object, whose None fields are left out."""
     if not isinstance(row, dict):
         values = {field.name: getattr(row, field.name) for field in fields(row)}
         row = {name: value for name, value in values.items() if value is not None}
@@ -74,8 +62,7 @@ def json_line(row) -> str:
 def whole_lines(file: Path) -> list[dict]:
     """Returns the rows of a JSON lines file, or an empty list if the file does not exist.
 
-    If the program was interrupted while it wrote the file, the last line may be incomplete. An
-    incomplete last line is deleted from the file.
+    An incomplete last line, which an interrupted program has left, is deleted from the file.
     """
     if not file.exists():
         return []
@@ -88,7 +75,7 @@ def plain(values: dict) -> dict:
     """Converts the values of a dict to plain JSON types.
 
     For example, tuples become lists, and numpy or torch scalars become numbers. Raises TypeError or
-    ValueError if JSON cannot represent a value. The error message contains the value's key.
+    ValueError if JSON cannot represent a value.
     """
     converted = {}
     for name, value in values.items():
@@ -112,9 +99,7 @@ OLDER = "an older version of this program made this run; give another folder, or
 def check_version(given: str, rows: dict[str, dict]) -> None:
     """Raises UsageError if an older version of this program wrote the records of a phases.json.
 
-    Args:
-        given: The setting that names the run, and its value.
-        rows: The records.
+    `given` is the setting that names the run, and its value.
     """
     if any("hash" in row and "content" not in row for row in rows.values()):
         raise UsageError(f"{given}: {OLDER}")
@@ -129,13 +114,9 @@ def remove(path: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path, copy: Callable = shutil.copyfile) -> None:
-    """Copies a folder, whose copy must not exist yet.
+    """Copies a folder to a new folder, file by file with copy(source, target).
 
     The copies have the mode that the umask gives to new files, not the mode of the originals.
-
-    Args:
-        source, target: The folder, and the path of its copy.
-        copy: A function copy(source, target) that copies a file.
     """
     target.mkdir(parents=True)
     for path in source.iterdir():
@@ -162,8 +143,8 @@ def lock(folder: Path):
     On a file system that does not support locks, the folder stays unlocked. Raises UsageError if
     another process has locked the folder.
     """
-    # With is_singleton, the same process can acquire the lock again. This is needed in notebooks,
-    # because a cell may fail after it has acquired the lock, and may then be executed again.
+    # With is_singleton, the same process can acquire the lock again. In a notebook, a cell may fail
+    # after it has acquired the lock, and may then be executed again.
     lock = FileLock(folder / "lock", is_singleton=True)
     try:
         lock.acquire(blocking=False)
@@ -176,10 +157,7 @@ def lock(folder: Path):
 
 
 def run_of(agent: Path) -> Path | None:
-    """Returns the folder of the run that trained an agent.
-
-    Returns None if the agent's folder is not inside the folder of a run.
-    """
+    """Returns the folder of the run that an agent's folder is in, or None."""
     for folder in agent.resolve().parents[:2]:
         if (folder / "phases.json").exists():
             return folder
@@ -190,30 +168,20 @@ def run_of(agent: Path) -> Path | None:
 
 
 def hash_of(value) -> str:
-    """Returns a hash of a value, as a string of 16 hexadecimal digits.
-
-    The value must be JSON-serialisable.
-    """
+    """Returns a hash of a JSON-serialisable value, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def seed_of(*names) -> int:
-    """Returns a 48-bit seed that is a hash of the given names and numbers.
-
-    The same arguments always give the same seed.
-    """
+    """Returns a 48-bit seed that is a hash of the given names and numbers."""
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
 def is_edited(file: Path, row: dict) -> bool:
     """Returns True if the output file of a phase was edited after the phase wrote it.
 
-    The file is read only if its size or its modification time has changed.
-
-    Args:
-        file: The output file.
-        row: The phase's record in phases.json. It contains the hash of the original file (`hash`),
-            and its size and modification time (`stat`).
+    The file is read only if its size or its modification time has changed. `row` is the phase's
+    record in phases.json.
     """
     return file.is_file() and stat_of(file) != row.get("stat") and file_hash(file) != row["hash"]
 
@@ -225,11 +193,7 @@ def stat_of(file: Path) -> list[int]:
 
 
 def file_hash(file: Path) -> str:
-    """Returns the SHA-256 hash of a file's bytes.
-
-    The hash is cached, so that a large file is read only once. The hash is computed again if the
-    size or the modification time of the file has changed.
-    """
+    """Returns the SHA-256 hash of a file, cached until its size or modification time changes."""
     stat = file.stat()
     return digest_of(file, stat.st_size, stat.st_mtime_ns)
 

@@ -38,8 +38,7 @@ from typing import (
 class UsageError(ValueError):
     """An error in the user's input, such as an invalid setting or a missing file.
 
-    The message is a single line. It has the name of the setting or the file, the value, and a way
-    to fix the error.
+    The message is a single line with the name of the setting or the file, the value, and a remedy.
     """
 
 
@@ -48,14 +47,9 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """A condition that the value of a setting must satisfy, in addition to having the right type.
-
-    Limits are part of the type of a setting: Annotated[type, Limits(...)].
-    """
-    # A function holds(value, settings) that returns True if the value is valid. The argument
-    # `settings` has all settings of the program.
-    holds: Callable
-    message: str  # error message, printed after the invalid value
+    """A condition on the value of a setting, which is part of its type."""
+    holds: Callable  # holds(value, settings) is True if the value is valid, with all settings
+    message: str     # error message, printed after the invalid value
 
 
 @dataclass(frozen=True)
@@ -64,22 +58,15 @@ class Follows:
     name: str
 
 
-# Annotated[type, FREE] is the type of a setting that affects the results of a run only by rounding
-# errors, such as --tokens-per-forward.
+# A Free setting affects the results of a run only by rounding errors. An example is
+# --tokens-per-forward.
 FREE = "free"
-# Annotated[type, GROWING] is the type of a setting that can be increased to extend a run, such as
-# --iterations.
+# A Growing setting can be increased to extend a run. An example is --iterations.
 GROWING = "growing"
 
 
 def limited(kind, message: str, holds: Callable):
-    """Returns a type annotation for settings with a restricted range of values.
-
-    Args:
-        kind: The type of the values. None is always allowed as a value.
-        message: The error message if a value is outside the range.
-        holds: A function holds(value) that returns True if the value is in the range.
-    """
+    """Returns the type of a setting whose values satisfy `holds`. None is always allowed."""
     return Annotated[kind, Limits(lambda value, settings: value is None or holds(value), message)]
 
 
@@ -96,16 +83,14 @@ Count = limited(int, "must be at least 1", lambda n: n >= 1)
 Rate = limited(float, "must be above 0", lambda x: x > 0)
 Weight = limited(float, "must be at least 0", lambda x: x >= 0)
 Share = limited(float, "must be at least 0 and below 1", lambda x: 0 <= x < 1)
-# The minimum of 0.001 prevents an overflow. The logits are divided by the temperature, and the
-# quotients must be within the range of float32.
+# The minimum of 0.001 prevents an overflow of the logits, which are divided by the temperature.
 Temperature = limited(float, "must be 0 (greedy decoding) or at least 0.001",
                       lambda x: x == 0 or x >= 0.001)
 # A pipe, as in --experts <(zcat FILE), is refused, because a resumed run could not read it again.
 OldFile = limited(Optional[str], "does not exist, or is a pipe; give an existing file or folder",
                   lambda name: Path(name).is_file() or Path(name).is_dir())
-# A condition on settings that select a real environment, such as a WebShop server. The model "tiny"
-# cannot be used in real environments, because its vocabulary contains only the words of the
-# built-in environments.
+# A condition on settings that select a real environment, such as a WebShop server. The vocabulary
+# of the model "tiny" contains only the words of the built-in environments.
 REAL = Limits(lambda value, settings: not value or settings.model != "tiny",
               "needs a real language model; give another --model than tiny")
 FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isfinite(value),
@@ -118,18 +103,13 @@ FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isf
 class Stated:
     """Base class of settings classes. A subclass may define presets and conflicts of settings."""
     essential = ()  # names of the most important settings; --help without "all" lists only these
-    # Presets replace the default values of several settings at once. The dict has the form
-    # {name of the preset: {setting name: value}}. A preset is named after a model, a protocol or a
-    # method ("--method NAME"). `preset_names` selects the presets of a run.
+    # Presets replace default values: {name of the preset: {setting name: value}}. `preset_names`
+    # has the names of the presets that apply to a run.
     presets = {}
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
-        """Returns the names of the presets that apply to a run, sorted by increasing priority.
-
-        Args:
-            values: The values of all settings, by name.
-        """
+        """Returns the names of the presets that apply to a run, sorted by increasing priority."""
         model = values["model"]
         protocol = f"--protocol {values.get('protocol', 'ours')}"
         names = ["", model, protocol, f"{model} {protocol}", f"--method {values['method']}"]
@@ -142,8 +122,7 @@ class Stated:
             s: All settings of the run, including the settings of its environment.
 
         Returns:
-            A list of tuples (is_conflict, flags, message), one tuple for each check. If is_conflict
-            is True, the error message "flags: message" is printed.
+            A list of tuples (is_conflict, flags, message), one for each check.
         """
         return []
 
@@ -151,9 +130,7 @@ class Stated:
 class Method(NamedTuple):
     """A training method, which --method selects by name."""
     loop: Callable    # loop(run) runs the whole method
-    # The settings that the method uses. An entry is the name of a setting, or a settings class. A
-    # class stands for all its settings.
-    reads: tuple
+    reads: tuple      # the settings that the method uses: names, or classes with all their settings
     about: str        # description for --help
     beside: bool = False  # True if the reference model pi_ref is in GPU memory during training
 
@@ -180,10 +157,9 @@ class Setting:
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
-    """Returns a dict with the declarations of all settings of a class, by setting name.
+    """Returns the declarations of all settings of a class, also inherited ones, by name.
 
-    The dict includes inherited settings. Raises UsageError if a value has no type, because a
-    dataclass would ignore it.
+    Raises UsageError if a value has no type, because a dataclass would ignore it.
     """
     for base in filter(is_dataclass, kind.__mro__):
         for name, value in vars(base).items():
@@ -198,8 +174,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
     for base in reversed(kind.__mro__):
         if "__annotations__" in vars(base):
             for name, comment in comments_of(base).items():
-                # A subclass may override the default and the comment of an inherited setting. In
-                # --help, the setting is still listed under the heading of the base class.
+                # A setting that a subclass overrides stays under the heading of the base class.
                 heading, _ = descriptions.get(name, (heading_of(base), ""))
                 descriptions[name] = heading, comment
 
@@ -212,10 +187,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
 
 
 def heading_of(kind: type) -> str:
-    """Returns the --help heading of a settings class.
-
-    The heading is the first line of the class's docstring, without a period at the end.
-    """
+    """Returns the --help heading of a settings class, the first line of its docstring."""
     doc = inspect.getdoc(kind) or ""
     # If a dataclass has no docstring, Python generates one, such as "Settings(beta: float = 0.1)".
     if not doc or doc.startswith(f"{kind.__name__}("):
@@ -226,10 +198,8 @@ def heading_of(kind: type) -> str:
 def comments_of(kind: type) -> dict[str, str]:
     """Reads the comments on the fields of a class from its source code.
 
-    Returns:
-        A dict {field name: comment}. The comment of a field is the comment at the end of the
-        field's line. If this line has no comment, the lines of comments directly above the field
-        are used.
+    Returns a dict {field name: comment}, with the comment at the end of the field's line, or else
+    the lines of comments directly above the field.
     """
     comments = {}
     above = []  # the comment lines since the last line of code
@@ -250,13 +220,7 @@ def flag(name: str) -> str:
 
 
 def has_mark(kind: type, name: str, mark: str) -> bool:
-    """Returns True if a class has a setting called `name`, and its type is annotated with `mark`.
-
-    Args:
-        kind: The settings class.
-        name: The name of the setting.
-        mark: FREE or GROWING.
-    """
+    """Returns True if a class has a setting called `name` that is marked as FREE or GROWING."""
     return name in settings_of(kind) and mark in settings_of(kind)[name].marks
 
 
@@ -277,8 +241,8 @@ def names_in(reads: tuple) -> set[str]:
 def command_words(argv: list[str]) -> list[str]:
     """Returns the command-line arguments, with ~ in values replaced with the home directory.
 
-    Raises UsageError if a value is empty. The usual cause is an unset shell variable, for example
-    in --model "$MODEL". If empty values were accepted, the flag would be ignored without a warning.
+    Raises UsageError if a value is empty, because the flag would be ignored without a warning. The
+    usual cause is an unset shell variable, for example in --model "$MODEL".
     """
     words = []
     for n, word in enumerate(argv):
@@ -315,14 +279,13 @@ def parse(
             of this environment.
         program: The command that starts the program, for the usage line of --help.
         inherit: A function that takes the value of --branch, and returns the settings of the run
-            that it names. They are the defaults of the new run.
+            that it names.
 
     Returns:
-        A tuple of two objects: the settings of the program (of class `kind`), and the settings of
-        the environment.
+        The settings of the program (of class `kind`), and the settings of the environment.
 
     Raises:
-        UsageError: Some settings are invalid. The message lists all invalid settings.
+        UsageError: Some settings are invalid. The message lists all of them.
     """
     # 1. Parse --env first, because the environment determines which other flags are valid.
     argv = command_words(argv)
@@ -371,10 +334,9 @@ def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[
     """Determines the values of all settings.
 
     The sources, from the lowest to the highest priority, are the defaults, the presets, the
-    inherited values, and the command line. If several presets set the same setting, the last preset
-    has priority. If the method is another one than the inherited one, its preset has priority over
-    inherited values. If a source sets a setting, but not the one that follows it, this one gets the
-    same value.
+    inherited values, and the command line. The preset of a method that was not inherited has
+    priority over inherited values. If a source sets a setting, but not the one that follows it,
+    this one gets the same value.
 
     Args:
         given: The values from the command line, by setting name.
@@ -383,8 +345,8 @@ def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[
         options: The settings class of the environment.
 
     Returns:
-        A tuple of two dicts: the value of each setting, and the origin of each value that is not
-        the default: "given", "--branch", or the name of a preset, such as "preset tiny".
+        Two dicts: the value of each setting, and the origin of each value that is not the default:
+        "given", "--branch", or the name of a preset, such as "preset tiny".
     """
     declared = settings_of(kind) | settings_of(options)
     values = {name: setting.default for name, setting in declared.items()}
@@ -415,10 +377,7 @@ def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program:
     """Creates the command-line parser for the given settings.
 
     The parser returns only the settings that were given on the command line, without defaults.
-
-    Returns:
-        A tuple of the parser and a dict {setting name: argparse action}. `parse` uses the actions
-        to set the help texts.
+    Returns the parser and a dict {setting name: argparse action}, for the help texts.
     """
     lines = [f"  {name:12} {method.about}" for name, method in methods.items()]
     parser = Parser(
@@ -442,7 +401,6 @@ def parser_of(declared: dict[str, Setting], methods: dict[str, Method], program:
 
 
 def argparse_keywords(setting: Setting) -> dict:
-    """Returns the keyword arguments of argparse's `add_argument` for the type of a setting."""
     if get_origin(setting.kind) is Literal:
         return dict(choices=get_args(setting.kind))
     if setting.kind is bool:
@@ -455,12 +413,8 @@ def argparse_keywords(setting: Setting) -> dict:
 def help_of(setting: Setting, value, origin: str | None) -> str:
     """Returns the --help text of a setting: its comment, its value, and the origin of the value.
 
-    For example: "Beta of Eq. (7): 2.0 (preset tiny; default 0.1 [Section 4.3])".
-
-    Args:
-        setting: The declaration of the setting.
-        value: The value of the setting in this run.
-        origin: The origin of the value (see `values_of`), or None if the value is the default.
+    For example: "Beta of Eq. (7): 2.0 (preset tiny; default 0.1 [Section 4.3])". The origin is None
+    if the value is the default.
     """
     text, source = re.fullmatch(r"(.*?) *(\[[^][]*\])?", setting.comment).groups("")
     default = f"default {setting.default} {source}".strip()
@@ -476,13 +430,12 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
     """Checks the settings, and returns a list of error messages.
 
     An error is a setting that was given but is not used by the selected method, a value that
-    violates a limit, or a conflict between settings. The list is empty if there are no errors.
+    violates a limit, or a conflict between settings.
 
     Args:
         declared: The declarations of all settings, by name.
         given: The values from the command line, by setting name.
         reads: The names of the settings that the method and the environment use.
-        settings, env_settings: The settings of the program and of the environment.
     """
     problems = []
     values = vars(settings) | vars(env_settings)
@@ -510,14 +463,8 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
 def check_same(before: dict, now: dict, kind: type) -> None:
     """Raises UsageError if a run is resumed with settings that are different from before.
 
-    There are two exceptions: Free settings may change, and Growing settings may increase. A setting
-    that is missing in `before` or in `now` is ignored, because two programs with different settings
-    may use the same run folder.
-
-    Args:
-        before: The settings that are stored in the run's folder.
-        now: The settings of the current command.
-        kind: The settings class.
+    Free settings may change, and Growing settings may increase. A setting that is missing in
+    `before` or in `now` is ignored, because two programs may use the same run folder.
     """
     changed = []
     for name in before.keys() & now.keys():

@@ -1,7 +1,7 @@
 """The setting --branch RUN@OUTPUT: start a new run from the outputs of an earlier run.
 
-The new run copies all outputs of RUN that come before OUTPUT. Then the new run computes OUTPUT and
-all later outputs with the current settings and code. `engine.phases` calls `take` for a new run.
+The new run copies all outputs of RUN that come before OUTPUT. Then it computes OUTPUT and all later
+outputs with the current settings and code.
 """
 
 import os
@@ -17,8 +17,7 @@ from engine.console import counted
 def take(run, branch: str, now: dict) -> dict:
     """Copies outputs of another run to the folder of a new run.
 
-    All outputs that the other run made before OUTPUT are copied. Weight files become hard links,
-    which take no disk space.
+    Weight files become hard links, which take no disk space.
 
     Args:
         run: The new run.
@@ -33,7 +32,7 @@ def take(run, branch: str, now: dict) -> dict:
     Raises:
         UsageError: RUN or OUTPUT does not exist, a file that has to be copied does not exist, or
             the two runs have different values of `env`, `model`, `view` or an option of the
-            environment. Options that are marked as Free may differ.
+            environment that is not Free.
     """
     # 1. Read the records of the other run.
     name, _, output = branch.rpartition("@")
@@ -82,28 +81,24 @@ def take(run, branch: str, now: dict) -> dict:
     if seed:
         run.print(f"the copied outputs were made with another {seed}; `compare` will not pair this "
                   "run with others of its seed")
-    # Record the seed of the run that made the earliest copied outputs. If RUN was itself started
-    # with --branch, the config.json of RUN contains this seed in its entry `branch`.
+    # Record the seed of the run that made the earliest copied outputs. It is in the entry `branch`
+    # if RUN was itself started with --branch.
     first_seed = config.get("branch", {}).get("seed", config["settings"]["seed"])
     branch = dict(run=str(source), output=output, seed=first_seed, settings=settings, code=code)
     return dict(branch=branch, taken=taken)
 
 
 def settings_of_run(branch: str) -> dict:
-    """Returns the settings of the run in --branch RUN@OUTPUT, the defaults of the new run.
-
-    If the run does not exist, the dict is empty. A new run is then refused (see `take`).
-    """
+    """Returns the settings of the run in --branch RUN@OUTPUT, the defaults of the new run."""
     config = Path(branch.rpartition("@")[0]) / "config.json"
     return read_json(config).get("settings", {}) if config.exists() else {}
 
 
 def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str]:
-    """Compares the settings of two runs, and returns a dict of those that differ.
+    """Returns the settings that differ between two runs, as {name: "beta (0.1 -> 0.2)"}.
 
-    The dict maps the name of a setting to a description such as "beta (0.1 -> 0.2)". If a run does
-    not have the setting, the description contains "-" instead of a value. A setting that has the
-    value of the one that it follows in both runs is left out.
+    A missing setting has the value "-". A setting that has the value of the one that it follows in
+    both runs is left out.
     """
     changes = {}
     for name in sorted(before.keys() | now.keys()):
@@ -115,7 +110,7 @@ def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies one output of a run. An output is a file, or a folder with an agent's model."""
+    """Copies one output of a run, a file or the folder of an agent."""
     remove(target)  # an interrupted copy may have left an incomplete target
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
@@ -127,9 +122,9 @@ def copy(source: Path, target: Path) -> None:
 def link(source: Path, target: Path) -> None:
     """Makes a hard link to a weight file, or a copy of any other file.
 
-    Other files are copied, because users may edit them, and an edit must not change the original
-    run. Users do not edit weight files. A weight file is also copied if a new file would have
-    another mode, for example because the other run belongs to another user.
+    Users may edit other files, and an edit must not change the original run. A weight file is
+    copied, too, if it is on another disk, or if a new file would have another mode, for example
+    because the other run belongs to another user.
     """
     target.touch()
     is_weights = source.suffix in (".safetensors", ".pt")

@@ -19,9 +19,8 @@ from engine.sampling import Sampler
 class Encoder:
     """Encodes a conversation piece by piece: opening, reply, observation, reply, and so on.
 
-    Each piece is tokenised only once, when it is added to the conversation. The token ids that an
-    agent sampled are kept unchanged. If they were decoded and the text was tokenised again, the new
-    ids could be different.
+    The token ids that an agent sampled are kept unchanged. If they were decoded and the text was
+    tokenised again, the new ids could be different.
 
     The action mask is 1 for the tokens of replies, including their end-of-turn tokens, and 0 for
     all other tokens. If an agent did not write an end-of-turn token, this token is appended with an
@@ -37,9 +36,8 @@ class Encoder:
             tokenizer's largest token id plus 1.
 
     Raises:
-        UsageError: The tokenizer cannot be used. For example, its chat template is missing. Or the
-            ids of a test conversation differ between two methods: encoding the conversation piece
-            by piece, and tokenising the whole conversation at once.
+        UsageError: The tokenizer cannot be used. For example, `encode` fails for a test
+            conversation.
     """
 
     def __init__(self, tokenizer, vocabulary_size: int | None = None):
@@ -49,9 +47,9 @@ class Encoder:
         self.valid_ids = {i for i in all_ids if i < self.vocabulary_size}
         self.template = Template(tokenizer)
         self.special_tokens = self.template.special_tokens
-        # `forgeries` contains the special tokens that a message must not contain. Some tokenizers
-        # normalise a text, for example to lower case, before they search for special tokens.
-        # Therefore, the list also contains the normalised forms of special tokens.
+        # The texts that a message must not contain: special tokens, and their normalised forms,
+        # because some tokenizers normalise a text, for example to lower case, before they search
+        # for special tokens.
         normalised = map(self.template.normalised, self.special_tokens)
         self.forgeries = sorted({*self.special_tokens, *normalised} - {""})
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end_token)
@@ -62,11 +60,7 @@ class Encoder:
     # Methods that encode a piece of a conversation
 
     def start(self, messages: list[dict]) -> Ids:
-        """Returns the token ids of the opening, including the first generation prompt.
-
-        Args:
-            messages: The messages before the first reply, each {role, content}.
-        """
+        """Returns the token ids of the opening, including the first generation prompt."""
         return self.tokenise(self.render(messages, add_generation_prompt=True))
 
     def reply(self, text: str) -> Ids:
@@ -76,25 +70,15 @@ class Encoder:
         return self.ids_after(self.template.opening, piece)
 
     def observation(self, text: str) -> Ids:
-        """Returns the token ids of an observation, including the generation prompt after it.
-
-        The ids cover all tokens between the end-of-turn token of a reply and the start of the next
-        reply.
-        """
+        """Returns the token ids between the end-of-turn token of a reply and the next reply."""
         before, after = self.template.before_observation, self.template.after_observation
         return self.ids_after(self.template.end_token, before + self.plain(text) + after)
 
     def plain(self, text: str, is_reply: bool = False) -> str:
         """Cleans the text of a message: breaks up special tokens and strips outer whitespace.
 
-        For example, "<|im_end|>" becomes "< |im_end|>", which is tokenised as ordinary text. An
-        observation with special tokens could end its own message, and start a forged message of
-        another role.
-
-        Args:
-            text: The content of the message.
-            is_reply: True if the message is a reply. If the chat template keeps the outer
-                whitespace of replies, this function does not strip it from replies.
+        An observation with special tokens could end its own message, and start a forged message of
+        another role. A reply keeps its outer whitespace if the chat template keeps it.
         """
         if not isinstance(text, str):
             raise UsageError(f"the content of a message is {text!r:.60}, which is no text; fix the "
@@ -109,12 +93,7 @@ class Encoder:
         return text if is_reply and self.template.keeps_whitespace else text.strip()
 
     def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        """Cleans the messages of a conversation, and renders them with the chat template.
-
-        Args:
-            messages: The messages, each {role, content}.
-            add_generation_prompt: If true, the generation prompt of the next reply is added.
-        """
+        """Cleans the messages of a conversation, and renders them with the chat template."""
         plain_messages = []
         for message in messages:
             content = self.plain(message["content"], message["role"] == "assistant")
@@ -122,11 +101,7 @@ class Encoder:
         return self.template.render(plain_messages, add_generation_prompt)
 
     def ids_after(self, context: str, text: str) -> Ids:
-        """Tokenises a text that follows a context, and returns the ids of the text.
-
-        The ids of a text may depend on the characters before the text. The text is therefore
-        tokenised together with its context, and the ids of the context are removed.
-        """
+        """Returns the token ids of a text that follows a context, because they may depend on it."""
         context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
         if ids[:len(context_ids)] != context_ids:
@@ -147,21 +122,15 @@ class Encoder:
     # Methods that encode or change whole replies, conversations and trajectories
 
     def encode(self, messages: list[dict], opening: int) -> tuple[Ids, Ids]:
-        """Encodes a conversation piece by piece, and checks the result.
+        """Encodes a conversation piece by piece, and returns its token ids and action mask.
 
-        The check renders and tokenises the whole conversation at once, and compares the token ids.
+        Raises UsageError if the token ids differ from those of the whole conversation, rendered and
+        tokenised at once.
 
         Args:
             messages: The messages of the conversation, each {role, content}.
             opening: The number of messages in the opening. The opening may contain replies, such as
                 in-context examples, which get an action mask of 0.
-
-        Returns:
-            The token ids and the action mask, two lists of the same length.
-
-        Raises:
-            UsageError: The check found different token ids, or a message has other fields than role
-                and content.
         """
         for number, message in enumerate(messages, 1):
             if set(message) != {"role", "content"}:
@@ -193,13 +162,7 @@ class Encoder:
         return t.ids, t.action_mask
 
     def check_whitespace(self, reply: str, number: int) -> None:
-        """Raises UsageError if a reply starts with whitespace that the chat template removes.
-
-        Args:
-            reply: The text of the reply.
-            number: The index of the message in its conversation, counted from 1. The error message
-                contains this number.
-        """
+        """Raises UsageError if a reply starts with whitespace that the chat template removes."""
         if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_whitespace:
             self.template.refuse(f"its chat template removes the whitespace that message {number} "
                                  "begins with; remove it from the message, or use another model")
@@ -212,14 +175,10 @@ class Encoder:
     def close(self, ids: Ids, stops: tuple[str, ...]) -> tuple[Ids, Ids, str]:
         """Cuts a sampled reply before its first stop string, and adds an end-of-turn token.
 
-        Args:
-            ids: The token ids that the agent sampled.
-            stops: The stop strings.
-
         Returns:
-            A tuple of the sampled ids up to the first stop string, the ids to append to them, and
-            the text of the reply. The ids to append are an end-of-turn token, or an empty list if
-            the agent already sampled an end-of-turn token.
+            The sampled ids up to the first stop string, the ids to append to them, and the text of
+            the reply. The ids to append are an end-of-turn token, or an empty list if the agent
+            sampled an end-of-turn token itself.
         """
         text = self.decode(ids)
         starts = [text.index(stop) for stop in stops if stop in text]
@@ -244,15 +203,14 @@ class Encoder:
     def reply_ends(self, t: Trajectory) -> list[int]:
         """Returns the index in `t.ids` of each reply's end-of-turn token, (t.turns,).
 
-        Every reply has an end-of-turn token. If the agent did not write this token, it was appended
-        to the reply. The trajectory has to end with a reply.
+        The trajectory has to end with a reply.
         """
         ends = []
         for position, token in enumerate(t.ids):
             if token == self.end_of_turn:
                 ends.append(position)
-        # In most templates, observations also contain an end-of-turn token. In this case, every
-        # second end-of-turn token ends a reply, counted backwards from the last end-of-turn token.
+        # In most templates, observations also contain an end-of-turn token. Then every second
+        # end-of-turn token ends a reply, counted backwards from the last one.
         stride = 1 + self.observation("").count(self.end_of_turn)
         last_first = ends[::-1][::stride]
         return sorted(last_first[:t.turns])
@@ -268,11 +226,10 @@ class Encoder:
     def without_ends(self, t: Trajectory) -> Trajectory:
         """Returns a copy of the trajectory that has an action mask of 0 for end-of-turn tokens.
 
-        If the last reply ended the episode (`ended` is "done") and was not the only reply, the
-        action mask of the last reply is 0, too. The DPO loss decreases the probability of all
-        action tokens in a rejected trajectory. With the new mask, this loss does not teach the
-        agent to avoid ending its replies and episodes. If no action token is left, the trajectory
-        is returned unchanged.
+        If the last reply ended the episode and was not the only reply, the action mask of the last
+        reply is 0, too. The DPO loss of a rejected trajectory then does not teach the agent to
+        avoid ending its replies and episodes. If no action token is left, the trajectory is
+        returned unchanged.
         """
         ends = self.reply_ends(t)
         mask = list(t.action_mask)
@@ -287,8 +244,7 @@ class Encoder:
         """Returns the `Sampler` that defines the distribution of an agent's tokens.
 
         Special tokens are suppressed, except for the end-of-turn token. Ids that belong to no token
-        are suppressed, too. Such ids exist if the embedding matrix has more rows than the
-        vocabulary has tokens.
+        are suppressed, too, because the embedding matrix may have more rows than the vocabulary.
         """
         special_ids = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
         allowed = self.valid_ids - set(special_ids) | {self.end_of_turn}
@@ -308,10 +264,10 @@ class Encoder:
 
 
 def break_up(text: str, tokens: list[str]) -> str:
-    """Changes the given special tokens in a text, so that they are tokenised as ordinary text.
+    """Changes special tokens in a text, so that they are tokenised as ordinary text.
 
-    A space is inserted after the first character of a token. For example, "<|im_end|>" becomes
-    "< |im_end|>". A token of a single character is replaced with its code point, such as "U+2581".
+    For example, "<|im_end|>" becomes "< |im_end|>". A token of a single character is replaced with
+    its code point, such as "U+2581".
     """
     for token in tokens:
         if len(token) == 1:
@@ -325,8 +281,7 @@ def hard_conversation() -> list[dict]:
     """Returns a conversation of twelve messages that tests if a chat template changes messages.
 
     Some templates add numbers to messages, remove reasoning (<think>), escape quotes and brackets,
-    remove repeated spaces and empty lines, or shorten long texts. The messages contain text
-    for each of these changes.
+    remove repeated spaces and empty lines, or shorten long texts.
     """
     messages = []
     for n in range(6):
@@ -337,9 +292,8 @@ def hard_conversation() -> list[dict]:
     return messages
 
 
-# Some templates write today's date into the prompt, so the prompt is different every day. Agents
-# should get the same prompt during and after training. Such a template gets this date instead, the
-# default date in Llama 3's template.
+# Some templates write today's date into the prompt. They get this date instead, the default date in
+# Llama 3's template, because agents should get the same prompt during and after training.
 DATE = datetime(2024, 7, 26)
 TODAY = re.compile(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
 
@@ -355,15 +309,10 @@ class Template:
         click[mug]<|im_end|>                                               a reply
         \n<|im_start|>user\nBought.<|im_end|>\n<|im_start|>assistant\n        an observation
 
-    Args:
-        tokenizer: A tokenizer of transformers.
-
-    Raises:
-        UsageError: The tokenizer has no chat template, or the template cannot be split in this way.
+    Raises UsageError if the tokenizer has no chat template, or it cannot be split in this way.
     """
 
-    # These attributes contain the text before and after messages. The comments show their values in
-    # the ChatML example above.
+    # The comments show the values in the ChatML example above.
     before_reply: str        # the text before a reply: empty in ChatML, and a space in Llama 2
     after_reply: str         # <|im_end|>
     before_observation: str  # \n<|im_start|>user\n
@@ -388,8 +337,8 @@ class Template:
             self.refuse("its chat template calls strftime_now with a variable, so its prompts "
                         "would change every day; write the format into the call")
 
-        # 2. Render conversations in which every message is the word CONTENT. Split the rendered
-        # text at these words, to get the text between the messages.
+        # 2. Render conversations in which every message is the word CONTENT, and split the rendered
+        # text at these words.
         mark = "CONTENT"
         while mark in self.text:
             mark += "X"
@@ -413,14 +362,14 @@ class Template:
         self.opening = opening + mark + self.after_observation
 
         # 3. Check that the generation prompt contains all text before a reply, except whitespace.
-        # If text is missing, agents have to generate the missing text as part of each reply.
+        # Otherwise agents would have to generate the missing text as part of each reply.
         self.before_reply = to_reply.removeprefix(self.after_observation)
         if self.before_reply.strip():
             self.refuse(f"{self.before_reply!r} is missing from the generation prompt of its chat "
                         "template (add_generation_prompt); use another model")
 
-        # 4. Find the end-of-turn token. It is the first special token after a reply. The text after
-        # this token is the start of the next observation.
+        # 4. Find the end-of-turn token, the first special token after a reply. The text after this
+        # token is the start of the next observation.
         end_tokens = [token for token in special_tokens if token in closing]
         if not end_tokens:
             self.refuse("no special token ends a reply in its chat template; use a chat model")
@@ -432,12 +381,9 @@ class Template:
     def special_tokens_in(self, text: str) -> set[str]:
         """Returns all special tokens of the tokenizer, and the turn markers of the chat template.
 
-        Some tokenizers do not declare turn markers, such as "<|im_start|>", as special tokens, but
-        only as added tokens. An added token counts as a turn marker if it occurs in the text, and
-        is neither alphanumeric nor whitespace.
-
-        Args:
-            text: The text that the template writes before, between and after messages.
+        Some tokenizers declare turn markers, such as "<|im_start|>", only as added tokens. An added
+        token counts as a turn marker if it occurs in `text`, which the template writes around
+        messages, and is neither alphanumeric nor whitespace.
         """
         special_tokens = {token for token in self.tokenizer.all_special_tokens if token}
         for token in self.tokenizer.added_tokens_decoder.values():
@@ -454,12 +400,6 @@ class Template:
         return backend.normalizer.normalize_str(text)
 
     def render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        """Renders a conversation with the chat template, and returns the text.
-
-        Args:
-            messages: The messages, each {role, content}.
-            add_generation_prompt: If true, the generation prompt of the next reply is added.
-        """
         try:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=self.text, add_generation_prompt=add_generation_prompt,
@@ -473,9 +413,6 @@ class Template:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error message.
-
-    If this line is empty or a single word, the returned text starts with the type of the error.
-    """
+    """Returns the first line of an error message. A single word is preceded by the error's type."""
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

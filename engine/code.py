@@ -1,7 +1,6 @@
 """Records the code version of a run: the git commit, and hashes of files with local changes.
 
-`Run` stores the code version in config.json. --branch and the command `compare` print which files
-differ between the code versions of two runs.
+--branch and the command `compare` print the files that differ between two code versions.
 """
 
 import hashlib
@@ -17,10 +16,9 @@ INSTALLED = r"(^|/)(\.|site-packages/)"
 def code_now() -> dict:
     """Returns the current code version of this program as a dict {commit, files}.
 
-    `commit` is the hash of the git commit. `files` maps the name of each .py file that was changed
-    or added since the commit to the hash of its content. A deleted file has None instead of a hash.
-
-    If the program is not in a git repository, `commit` is None, and `files` contains all .py files.
+    `files` maps the name of each .py file that was changed or added since the commit to the hash of
+    its content, or to None for a deleted file. Outside of a git repository, `commit` is None, and
+    `files` contains all .py files.
     """
     commit = git("rev-parse", "HEAD") if git("ls-files", "coevolve.py") else None
     if commit:
@@ -35,10 +33,7 @@ def code_now() -> dict:
 
 
 def git(*words: str) -> str:
-    """Runs a git command in the program's folder, and returns its output.
-
-    Returns "" if the command fails or git is not installed.
-    """
+    """Returns the output of a git command, or "" if it fails or git is not installed."""
     try:
         result = subprocess.run(["git", "-c", "core.quotePath=off", *words], cwd=ROOT, text=True,
                                 capture_output=True)
@@ -48,7 +43,7 @@ def git(*words: str) -> str:
 
 
 def blob_hash(file: Path) -> str | None:
-    """Computes the git blob hash of a file. Returns None if the file does not exist."""
+    """Returns the git blob hash of a file, or None if the file does not exist."""
     if not file.exists():
         return None
     content = file.read_bytes()
@@ -58,13 +53,8 @@ def blob_hash(file: Path) -> str | None:
 def code_differences(first: dict | None, second: dict | None) -> list[str]:
     """Returns the names of the .py files that differ between two code versions.
 
-    Args:
-        first, second: Results of `code_now`. An argument is None if the config.json of the run
-            contains no code version.
-
-    Returns:
-        The sorted file names. If the versions cannot be compared, the list contains a single text
-        with the reason: a version is None, or its commit does not exist in this repository.
+    The code versions are results of `code_now`, or None if a config.json contains none. If they
+    cannot be compared, the list contains a single text with the reason.
     """
     if not first or not second:
         return ["(one of the runs has no record of its code)"]
@@ -78,18 +68,14 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # A file may have a hash in only one of the two versions. If both versions have the same commit,
-    # the other version has the file as it was committed. Otherwise the other version does not have
-    # the file, because `files` contains all files of both versions.
+    # If both versions have the same commit, a file without a hash in one of them is as it was
+    # committed. If the commits differ, that version does not have the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 
 
 def hashes_in_commit(commit: str) -> dict[str, str]:
-    """Returns a dict {file name: git blob hash} of all .py files in a commit.
-
-    The dict is empty if the commit does not exist in this repository.
-    """
+    """Returns {file name: git blob hash} of all .py files in a commit, empty if it is unknown."""
     files = {}
     for line in git("ls-tree", "-r", commit).splitlines():
         kind, name = line.split("\t")

@@ -22,15 +22,12 @@ from engine import branch, console
 from environments import environment
 from envs import EnvError
 
-# Errors caused by the user's input or by the machine. Each is printed in one line. All other
-# errors are bugs and are printed with a traceback.
+# Errors caused by the user's input or by the machine. All other errors are bugs.
 EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
-# Error messages about a full disk. The text is matched, because some libraries raise a plain
-# Exception if the disk is full.
+# Error messages about a full disk, for which some libraries raise a plain Exception.
 FULL = re.compile("No space left on device|Disk quota exceeded")
-# Parts of the error messages that gloo and NCCL raise if another process of a distributed run has
-# died.
+# Parts of the error messages of gloo and NCCL if another process of a distributed run has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
 
@@ -46,9 +43,9 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         settings_class: The settings class of the program, a subclass of `Stated`.
         run_class: `engine.run.Run` or a subclass.
         methods: The training methods, by name.
-        program: The command that starts the program, for --help and error messages.
-        finish: An optional function finish(run), which is called on rank 0 after the last phase. It
-            writes a summary of the run, such as an HTML page, and returns a line to print.
+        program: The command that starts the program, for --help.
+        finish: A function finish(run), which is called on rank 0 after the last phase. It writes a
+            summary of the run, such as an HTML page, and returns a line to print.
     """
     # 1. Set up signal handlers and output streams, and parse the settings.
     signal.signal(signal.SIGINT, stop)
@@ -71,24 +68,23 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
         # 2. Run the method.
         method = methods[settings.method]
         run = run_class(settings, options, method)
-        # Exclude all imported objects from garbage collection, because each collection would spend
-        # 0.2 s on visiting them.
+        # Each garbage collection would spend 0.2 s on visiting all imported objects.
         gc.freeze()
         method.loop(run)
         run.close()
 
         # 3. Print the results.
         page = finish(run) if finish and run.main else ""
-        # `end_training` closes the experiment tracker. Some trackers, such as wandb, then print a
-        # summary, so the results of the run are printed after this call.
+        # Some experiment trackers, such as wandb, print a summary when they are closed, so the
+        # results of the run are printed afterwards.
         run.machine.accelerator.end_training()
         run.print("\n".join(closing_lines(run, page)))
     except Exception as error:
         line = one_line(error, resumes=run is not None)
         if line is None:
             raise
-        # If all ranks fail with the same error, only rank 0 should print the error. The other ranks
-        # wait for 5 s. Usually, the launcher ends them in this time, because rank 0 has exited.
+        # If all ranks fail with the same error, only rank 0 should print it. The launcher usually
+        # ends the other ranks within 5 s after rank 0 has exited.
         if rank() > 0:
             time.sleep(5)
         end(line, 2)
@@ -98,9 +94,7 @@ def main(argv: list[str], settings_class, run_class, methods: dict, program: str
 def closing_lines(run, page: str) -> list[str]:
     """Returns the lines that are printed at the end of a run: its results and suggested commands.
 
-    Args:
-        run: The finished run.
-        page: A line about the run's HTML page, or "" if no page was written.
+    `page` is a line about the run's HTML page, or "" if no page was written.
     """
     folder = shlex.quote(str(run.folder))
     seconds = sum(row["seconds"] for row in run.done.values())
@@ -113,23 +107,16 @@ def closing_lines(run, page: str) -> list[str]:
 
 
 def one_line(error: Exception, resumes: bool = False) -> str | None:
-    """Formats an expected error as a single line that includes how to fix it.
+    """Formats an expected error as a single line with a remedy, or returns None for a bug.
 
-    Args:
-        error: The error.
-        resumes: True if the run had already started. Then the line also states that the same
-            command resumes the run.
-
-    Returns:
-        The line, or None if the error is a bug and needs a traceback.
+    If the run had already started, `resumes` is true, and the same command can resume it.
     """
     text = console.visible(" ".join(str(error).split()))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
         if not resumes:
             return "out of memory; lower --tokens-per-forward, --slots or --max-tokens"
-        # The message suggests several settings, because a lower --tokens-per-forward may not free
-        # enough memory. This setting limits the size of micro-batches, but all trajectories of a
-        # task have to be in the same micro-batch.
+        # A lower --tokens-per-forward may not suffice. It limits the size of micro-batches, but all
+        # trajectories of a task have to be in the same micro-batch.
         return ("out of memory; add --gradient-checkpointing on, or lower --tokens-per-forward or "
                 "--slots, and rerun the same command to resume; or lower --max-tokens and give "
                 "another --out")
@@ -147,7 +134,7 @@ def one_line(error: Exception, resumes: bool = False) -> str | None:
 
 
 def rank() -> int:
-    """Returns the rank of this process in a distributed run, or 0 if the run is not distributed."""
+    """Returns the rank of this process, or 0 if the run is not distributed."""
     number = os.environ.get("RANK", "")
     return int(number) if number.isdigit() and os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
@@ -162,8 +149,7 @@ def stop(number: int, _) -> None:
 def end(line: str, status: int) -> None:
     """Prints a line to stderr and ends this process immediately.
 
-    The process runs no cleanup handlers and does not wait for its threads, because an environment
-    that hangs could block the exit.
+    Cleanup handlers and threads are skipped, because an environment that hangs could block them.
     """
     with suppress(Exception):
         sys.stdout.flush()  # earlier output has to appear before `line`

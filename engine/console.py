@@ -2,13 +2,11 @@
 
 from collections import defaultdict
 
-# Maps the names of metrics in a phase's record to their labels in the console output. These metrics
-# are fractions of all episodes or replies, and are printed as percentages.
+# Labels of metrics that are fractions of all episodes or replies, and are printed as percentages.
 SHARES = {"success": "success", "hard_negative": "hard negatives",
           "other_failure": "other failures", "idle": "idle replies", "turn_limit": "turn limit"}
-# Entries of a phase's record that are not printed as results. For example, the share of
-# other failures is left out, because it follows from the printed shares: successes, hard negatives
-# and other failures add up to 100 %.
+# Entries of a phase's record that are not printed as results. The share of other failures follows
+# from the printed shares, because successes, hard negatives and other failures add up to 100 %.
 RECORDS = {"i", "seconds", "edited", "other_failure"}
 
 
@@ -17,10 +15,6 @@ def sentence(output: str, row: dict) -> str:
 
     For example: "iter1/target.jsonl  400 episodes, reward 0.512, success 35%, hard negatives 40%,
     5.4 turns each, idle replies 2%, turn limit 3%  1:12". The time is in minutes and seconds.
-
-    Args:
-        output: The name of the phase's output file or folder.
-        row: The phase's record in phases.json.
     """
     parts = []
     for name, value in row.items():
@@ -33,15 +27,14 @@ def sentence(output: str, row: dict) -> str:
 
 
 def phrase(name: str, value, row: dict) -> str:
-    """Formats one result of a phase, for example "success 35%" or "loss 0.693 -> 0.512".
+    """Formats one result of a phase, for example "success 35%".
 
     Args:
-        name: The name of the result, for example "success" or "loss".
-        value: The value of the result. It is a number, or a dict of counts by kind. For example,
-            {"expert>target": 6, "target>target": 3} with the name "pairs" is printed as
-            "9 pairs (6 expert>target, 3 target>target)".
+        value: A number, or a dict of counts by kind. For example, {"expert>target": 6,
+            "target>target": 3} with the name "pairs" is printed as "9 pairs (6 expert>target,
+            3 target>target)".
         row: The phase's record in phases.json. If it also contains the first value of the result,
-            such as "first_loss", both values are printed. An example is "loss 0.693 -> 0.512".
+            such as "first_loss", both values are printed, as in "loss 0.693 -> 0.512".
     """
     if isinstance(value, dict):
         counts = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
@@ -59,23 +52,14 @@ def phrase(name: str, value, row: dict) -> str:
 
 
 def counted(n: int, name: str) -> str:
-    """Returns a count with its noun in singular or plural, such as "1 reply" or "2 replies".
-
-    Args:
-        n: The count.
-        name: The noun in plural, such as "replies".
-    """
+    """Returns a count with a noun, which is given in plural, such as "1 reply" or "2 replies"."""
     if n == 1:
         name = f"{name[:-3]}y" if name.endswith("ies") else name.removesuffix("s")
     return f"{n:,} {name.replace('_', ' ')}"
 
 
 def headline(s: dict) -> str:
-    """Returns a title for a run, made of its method, environment, model and seed.
-
-    Args:
-        s: The settings of the run, by name.
-    """
+    """Returns a title for a run with the settings `s`."""
     return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
 
@@ -84,9 +68,6 @@ def closing(done: dict[str, dict]) -> list[str]:
 
     Each line compares the agent's first evaluation, before preference training, with its last.
     For example: "target, test: reward 0.762 -> 0.791, success 32% -> 45%; unseen: reward ...".
-
-    Args:
-        done: The records of all finished phases, by the name of the phase's output.
     """
     evaluations = defaultdict(list)  # (agent, split) -> records of evaluations, in order
     for row in done.values():
@@ -102,16 +83,15 @@ def closing(done: dict[str, dict]) -> list[str]:
 
 
 def first_and_last(rows: list) -> list:
-    """Returns the first and the last row. If there is only one row, returns a list of this row."""
+    """Returns the first and the last row, or the only row."""
     return rows if len(rows) == 1 else [rows[0], rows[-1]]
 
 
 def visible(text: str) -> str:
-    """Escapes control characters and other unprintable characters in a text.
+    """Escapes unprintable characters, which could move the cursor or change colors in a terminal.
 
-    In a terminal, such characters could move the cursor or change colors. Each of them is replaced
-    with its code point in hexadecimal, for example "<1B>" for the escape character. Line breaks are
-    not changed, and tabs are replaced with spaces.
+    Each of them is replaced with its code point in hexadecimal, for example "<1B>" for the escape
+    character. Line breaks are not changed, and tabs are replaced with spaces.
     """
     escaped = ""
     for c in text.replace("\r\n", "\n"):

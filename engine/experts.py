@@ -13,20 +13,13 @@ from envs import Environment
 def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
     """Collects one expert trajectory per training task. This is the first phase of a run.
 
-    The trajectories come either from the environment's scripted expert or from a file. A file may
-    contain several trajectories of the same task, for example rollouts of an agent. In this case,
-    only the trajectory with the highest reward is used.
-
-    Args:
-        run: The run.
-        file: The input file with expert trajectories, or None to use the scripted expert.
+    The trajectories come from the environment's scripted expert, or from a file. A file may contain
+    several trajectories of a task, for example rollouts of an agent. Then only the trajectory with
+    the highest reward is used.
 
     Returns:
         The expert trajectories, and a dict with two entries: `experts` is their number, and
         `dropped` counts the trajectories that were dropped, by reason.
-
-    Raises:
-        UsageError: All expert trajectories were dropped.
     """
     s = run.settings
     env = run.make_env()
@@ -66,17 +59,14 @@ def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
 
 
 def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]) -> tuple | None:
-    """Returns the first reply that the environment misreads after encoding and decoding.
+    """Finds the first reply that the environment misreads after encoding and decoding.
 
     Agents imitate the tokens of an expert, and the environment gets their decoded text. If this
     text has other actions, the episode is played with it. The reply is misread if the episode then
-    ends with another reward.
+    ends with another reward. Returns the text of the reply and its decoded text, or None.
 
     Args:
         messages: The messages from the expert's first reply on.
-
-    Returns:
-        The text of the reply and its decoded text, or None if no reply is misread.
     """
     texts = [message["content"] for message in messages if message["role"] == "assistant"]
     decoded = [encoder.close(encoder.reply(text), env.stops)[2] for text in texts]
@@ -93,11 +83,7 @@ def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
-    """Returns the contents of all tasks in the evaluation splits.
-
-    Tasks are identified by their content. Task ids are not suitable for this, because the same task
-    may have several ids.
-    """
+    """Returns the contents of the tasks in the evaluation splits. A task may have several ids."""
     contents = set()
     for split in splits:
         for task in env.tasks(split):
@@ -110,18 +96,11 @@ def check_not_trained_on(
     splits: tuple[str, ...],
     models: dict[str, Path],
 ) -> None:
-    """Checks that the evaluation tasks are not among the training tasks of the initial models.
-
-    The training tasks of a model are only known if the model is inside the folder of a run. Other
-    models are not checked.
+    """Raises UsageError if an initial model was trained on a task that this run evaluates.
 
     Args:
-        env: The environment.
         splits: The evaluation splits.
-        models: The models, by command-line flag.
-
-    Raises:
-        UsageError: A model was trained on a task that this run evaluates.
+        models: The initial models, by command-line flag.
     """
     evaluated = evaluated_tasks(env, splits)
     for flag, model in models.items():
@@ -133,14 +112,9 @@ def check_not_trained_on(
 
 
 def trained_on(model: Path, env: str) -> set[str]:
-    """Returns the ids of the tasks that a model was trained on.
+    """Returns the ids of the tasks of an environment that a model was trained on.
 
-    The ids are read from the files of the run that trained the model. If the model is not inside
-    the folder of a run, the result is an empty set.
-
-    Args:
-        model: The folder of the model.
-        env: The name of the environment. Tasks of other environments are left out.
+    They are only known if the model is inside the folder of the run that trained it.
     """
     tasks = set()
     run = run_of(model)
@@ -151,10 +125,7 @@ def trained_on(model: Path, env: str) -> set[str]:
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the trajectory with the highest reward for each task.
-
-    If several trajectories of a task have the same reward, the first of them is returned.
-    """
+    """Returns the trajectory with the highest reward for each task, the first of equal ones."""
     best = {}  # task -> trajectory
     for t in trajectories:
         if t.task not in best or better(t.reward, best[t.task].reward):

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from engine.kv_cache import CachedGenerator
 from engine.sampling import TokenSampler, generate_replies
 
-# The backends for generation, from fastest to slowest. "kv_cache" keeps its KV cache across turns
-# (see `engine.kv_cache`). "batched" and "single" call the `generate` method of transformers, which
-# creates a new KV cache in each turn. "batched" generates the replies of all episodes in one batch,
-# and "single" uses batch size 1. `engine.self_check` selects the backend of a model.
+# The backends for generation, from fastest to slowest. "kv_cache" keeps its KV cache across turns.
+# "batched" and "single" (batch size 1) call the `generate` method of transformers, which creates a
+# new KV cache in each turn. `engine.self_check` selects the backend of a model.
 REPLY_BACKENDS = ("kv_cache", "batched", "single")
 
 
@@ -26,11 +25,8 @@ def make_generator(
     The function is called as generate([(trajectory, rng)]), where rng is the random number
     generator of the episode. It returns one tuple (ids, log_probs) for each reply.
 
-    Args:
-        backend: The name of the backend, one of REPLY_BACKENDS.
-        model, token_sampler, slots, max_tokens, max_new_tokens, tokens: The same as in
-            `engine.kv_cache.CachedGenerator`. The other backends ignore `slots`, `max_tokens` and
-            `tokens`.
+    The arguments are those of `engine.kv_cache.CachedGenerator`. Other backends ignore `slots`,
+    `max_tokens` and `tokens`.
     """
     if backend == "kv_cache":
         return CachedGenerator(model, token_sampler, slots, max_tokens, max_new_tokens, tokens)

@@ -1,8 +1,7 @@
 """Multi-turn generation with a KV cache that is kept across turns: no token is prefilled twice.
 
-`Run.make_generator` returns a `CachedGenerator` if the model passes the check in
-`engine.self_check`. In each layer, the cache stores the attention keys and values of all tokens
-that the model has processed. Each episode has a row, and each token has a column:
+In each layer, the cache stores the attention keys and values of all tokens that the model has
+processed. Each episode has a row, and each token has a column:
 
     column    0    1    2    3    4    5  ...  last
     row 0     a0   a1   a2   a3   a4   -         x     episode a, 5 cached tokens
@@ -10,12 +9,12 @@ that the model has processed. Each episode has a row, and each token has a colum
     row 2     -    -    -    -    -    -         x     free
 
 The token at position p of an episode is stored in column p, and it attends to columns 0 to p. New
-tokens are appended on the right, and stored tokens never move to another column. The last column,
-x, is reserved for padding tokens, and the attention mask always hides it.
+tokens are appended on the right. The last column, x, is reserved for padding tokens, and the
+attention mask always hides it.
 
 A turn starts with the prefill, in which the model processes the new tokens of all episodes. The new
-tokens are the prompt in the first turn, and the latest observation in later turns. The decode steps
-follow. In each decode step, the model processes the latest sampled token of each unfinished reply.
+tokens are the prompt in the first turn, and the latest observation in later turns. In each decode
+step that follows, the model processes the latest sampled token of each unfinished reply.
 
 Shapes: the cache has R rows. A forward pass uses B of these rows and processes n new tokens per
 row. The new tokens attend to the first C columns. V is the vocabulary size. There are H query heads
@@ -38,8 +37,8 @@ from dpo import Ids
 from engine.forward_passes import batch_by_length
 from engine.sampling import PREFILL_CHUNK, Reply, Sampled, TokenSampler
 
-# C is rounded up to a multiple of this number, because attention kernels are faster at such sizes.
-# The value is our choice.
+# C is rounded up to a multiple of this number, because attention kernels are faster at such sizes
+# [ours].
 COLUMN_MULTIPLE = 16
 
 
@@ -47,8 +46,7 @@ COLUMN_MULTIPLE = 16
 class Slot:
     """An episode that occupies a row of the cache.
 
-    Each episode has its own random number generator and uses it in all turns. Therefore,
-    `reply.rng` identifies the episode of a slot.
+    Each episode uses its own random number generator in all turns, so `reply.rng` identifies it.
     """
     reply: Reply     # the reply of the current turn
     row: int         # the row's index in the cache
@@ -63,7 +61,6 @@ class CachedGenerator:
 
     Args:
         model: A causal language model. All its layers have to use full or sliding-window attention.
-        token_sampler: A `TokenSampler`, which samples the tokens of the replies.
         slots: The maximum number of episodes in the cache, R.
         max_tokens: The maximum number of tokens in an episode.
         max_new_tokens: The maximum number of tokens in a reply.
@@ -81,7 +78,7 @@ class CachedGenerator:
         self.tokens = tokens
         self.shape = (slots, round_up(max_tokens + 1))  # (R, columns), with a column for padding
         self.used = []                                  # a Slot for each episode in the cache
-        # The cache layers refer to the generator by a weak reference. A normal reference creates a
+        # The cache layers have a weak reference to the generator. A normal reference would create a
         # reference cycle, which delays freeing the memory of the cache.
         self.cache = Cache(layer_class_to_replicate=partial(KVCacheLayer, proxy(self)))
         self.windows = window_sizes(model.config)
@@ -95,23 +92,21 @@ class CachedGenerator:
         new = [rng for rng in contexts if rng not in cached]
         self.used += [Slot(Reply(rng), row, []) for row, rng in enumerate(new, len(self.used))]
 
-        # 2. Prefill all tokens that are not in the cache yet. In the first turn, these are the
-        # tokens of the prompt. In later turns, these are the last token of the previous reply and
-        # the tokens of the observation. The last token of a reply is sampled, but not processed.
+        # 2. Prefill all tokens that are not in the cache yet. In later turns, these are the last
+        # token of the previous reply, which was sampled but not processed, and the observation.
         uncached = []
         for slot in self.used:
             ids = contexts[slot.reply.rng]
-            # The cached tokens may differ from the episode's tokens, because the previous reply may
-            # have been cut at a stop string after sampling. Keep only the common prefix of both
-            # sequences. Exclude the episode's last token (ids[:-1]), because the model has to
-            # process at least one token to predict the first token of the new reply.
+            # Keep only the common prefix of the cached tokens and the episode's tokens, because the
+            # previous reply may have been cut at a stop string after sampling. Exclude the
+            # episode's last token (ids[:-1]), because the model has to process at least one token
+            # to predict the first token of the new reply.
             slot.cached_ids = slot.cached_ids[:common_prefix_length(slot.cached_ids, ids[:-1])]
             slot.reply = Reply(slot.reply.rng)
             uncached.append(ids[len(slot.cached_ids):])
         self.append_sampled(self.prefill(uncached))
 
-        # 3. Decode token by token. The slots of finished replies move to the back, because the
-        # forward pass only processes the slots at the front.
+        # 3. Decode token by token. The slots of finished replies move to the back.
         while count := self.move_to_front(lambda slot: not slot.reply.done):
             slots = self.used[:count]
             self.append_sampled(self.forward(slots, [slot.reply.ids[-1:] for slot in slots]))
@@ -121,8 +116,8 @@ class CachedGenerator:
     def move_to_front(self, wanted: Callable[[Slot], bool]) -> int:
         """Moves the slots that satisfy `wanted` to the front of `used`, and returns their count.
 
-        The rows of the cache are moved in the same way. The wanted slots then have the first rows
-        of the cache. A forward pass can use a view of these rows instead of a copy.
+        The rows of the cache are moved in the same way. A forward pass can then use a view of the
+        first rows instead of a copy.
         """
         count = sum(map(wanted, self.used))
         to_back = [n for n, slot in enumerate(self.used[:count]) if not wanted(slot)]
@@ -141,16 +136,9 @@ class CachedGenerator:
         return count
 
     def prefill(self, new: list[Ids]) -> Tensor:
-        """Processes the uncached tokens of all episodes in the cache.
+        """Processes the uncached tokens of each slot in `used`, in chunks of PREFILL_CHUNK tokens.
 
-        A forward pass processes at most PREFILL_CHUNK tokens of an episode. Longer sequences are
-        processed in several forward passes.
-
-        Args:
-            new: The uncached tokens of each slot in `used`.
-
-        Returns:
-            The logits at the last token of each slot, (number of slots, V).
+        Returns the logits at the last token of each slot, (number of slots, V).
         """
         logits = [None] * len(new)
         for first in range(0, max(map(len, new)), PREFILL_CHUNK):
@@ -163,12 +151,9 @@ class CachedGenerator:
         return torch.stack(logits)
 
     def append_sampled(self, logits: Tensor) -> None:
-        """Samples the next token of the replies in the first B slots.
+        """Samples the next token of the replies in the first B slots from their logits, (B, V).
 
         A reply is also marked as done if the reply or its episode has the maximum number of tokens.
-
-        Args:
-            logits: The logits of the next token, (B, V).
         """
         slots = self.used[:len(logits)]
         self.token_sampler([slot.reply for slot in slots], logits)
@@ -178,14 +163,9 @@ class CachedGenerator:
             slot.reply.done = slot.reply.done or full
 
     def forward(self, slots: list[Slot], new: list[Ids]) -> Tensor:
-        """Runs a forward pass on new tokens, and adds their keys and values to the cache.
+        """Runs a forward pass on the new tokens of B slots, and caches their keys and values.
 
-        Args:
-            slots: The B slots to process.
-            new: The new tokens of each of these slots.
-
-        Returns:
-            The logits at the last new token of each slot, (B, V).
+        Returns the logits at the last new token of each slot, (B, V).
         """
         n = max(map(len, new))
         ids, columns = [], []
@@ -215,10 +195,9 @@ class CachedGenerator:
             positions: The position of each new token in its episode, (B, n).
 
         Returns:
-            The mask, (B, 1, n, C). An entry is 0 if the new token may attend to the column.
-            Otherwise it is the lowest finite number of the data type. If the model has layers with
-            full attention and layers with sliding-window attention, the result is a dict with one
-            mask for each kind of layer.
+            The mask, (B, 1, n, C), or a dict with one mask for each kind of layer if the model has
+            both full and sliding-window attention. An entry is 0 if the new token may attend to the
+            column, and otherwise the lowest finite number of the data type.
         """
         distance = positions[:, None, :, None] - torch.arange(self.width, device=positions.device)
         masks = {}
@@ -241,13 +220,12 @@ class KVCacheLayer(CacheLayerMixin):
 
     def __init__(self, generator: CachedGenerator):
         super().__init__()
-        # The generator has the shape of the cache, and the columns of the current forward pass.
         self.generator = generator
 
     def lazy_initialization(self, key: Tensor, value: Tensor) -> None:
         rows, columns = self.generator.shape
-        # Initialise with zeros, because uninitialised memory may contain NaN. A masked column has
-        # an attention weight of 0, but 0 times NaN is NaN.
+        # Uninitialised memory may contain NaN. A masked column has an attention weight of 0, but 0
+        # times NaN is NaN.
         self.keys = key.new_zeros(rows, key.shape[1], columns, key.shape[3])
         self.values = value.new_zeros(rows, value.shape[1], columns, value.shape[3])
         self.is_initialized = True
@@ -259,7 +237,7 @@ class KVCacheLayer(CacheLayerMixin):
             key, value: The keys and values of the new tokens, (B, H / G, n, d) each.
 
         Returns:
-            The keys and values in the first C columns, new tokens included, (B, H / G, C, d) each.
+            The keys and values in the first C columns, (B, H / G, C, d) each.
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -272,7 +250,7 @@ class KVCacheLayer(CacheLayerMixin):
             return keys[:len(key)], values[:len(key)]
         return keys.index_select(0, generator.rows), values.index_select(0, generator.rows)
 
-    # The following three methods are abstract in the base class, so they have to be defined.
+    # The following three methods are abstract in the base class.
 
     def get_seq_length(self) -> int:
         return self.generator.width - self.generator.columns.shape[1]
@@ -287,21 +265,17 @@ class KVCacheLayer(CacheLayerMixin):
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
     """Computes grouped-query attention (GQA), with a faster implementation for decode steps.
 
-    The result is the same as the result of "sdpa", an attention function of transformers. If n > 1,
-    `attend` calls "sdpa". In a decode step (n = 1), `attend` treats the G query heads that share a
-    key-value head as G tokens of a single query head, (B, H / G, G, d). Then keys and values do not
-    have to be repeated G times in memory.
+    The result is that of "sdpa", an attention function of transformers. In a decode step (n = 1),
+    `attend` treats the G query heads that share a key-value head as G tokens of a single query
+    head, (B, H / G, G, d), so that keys and values are not repeated G times in memory.
 
     Args:
-        module: The attention layer.
         query: The queries, (B, H, n, d).
         key, value: The keys and values, (B, H / G, C, d) each.
         attention_mask: The additive attention mask, (B, 1, n, C).
-        options: Other arguments that transformers passes to attention functions.
 
     Returns:
-        A tuple of the attention outputs, (B, n, H, d), and None. transformers allows None in place
-        of the attention weights.
+        The attention outputs, (B, n, H, d), and None in place of the attention weights.
     """
     mask = attention_mask
     if query.shape[2] > 1 or mask is None or mask.shape[1] > 1:
@@ -321,14 +295,9 @@ def round_up(columns: int) -> int:
 
 
 def window_sizes(config) -> dict[str, float]:
-    """Returns the size of the attention window for each kind of attention layer in a model.
+    """Returns the size of the attention window in tokens, for each kind of layer in a model.
 
-    Args:
-        config: The model's configuration from transformers.
-
-    Returns:
-        A dict that maps "full_attention" to infinity, and "sliding_attention" to the size of the
-        sliding window in tokens. The dict only contains the kinds of layers that the model has.
+    It is infinity for "full_attention", and finite for "sliding_attention".
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf
@@ -339,7 +308,6 @@ def window_sizes(config) -> dict[str, float]:
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:
-    """Returns the number of tokens in the longest common prefix of two token sequences."""
     for n, (token, other) in enumerate(zip(a, b)):
         if token != other:
             return n

@@ -1,8 +1,4 @@
-"""The processes (ranks) and the device of a run, and estimates of GPU memory.
-
-Each process creates one `Machine`, which sets up torch.distributed and chooses the precision. The
-functions for memory, such as `training_bytes` and `slots_that_fit`, use only a model's config.
-"""
+"""The processes (ranks) and the device of a run, and estimates of GPU memory."""
 
 import os
 import signal
@@ -46,7 +42,7 @@ class MachineSettings:
 class Machine:
     """The device and the rank of this process, and the settings that depend on the hardware.
 
-    A run has one or more processes, which are called ranks. On GPUs, each rank uses one GPU.
+    On GPUs, each rank uses one GPU.
     """
 
     def __init__(self, s: MachineSettings):
@@ -68,8 +64,8 @@ class Machine:
         self.rank = self.accelerator.process_index
         self.ranks = self.accelerator.num_processes
         self.checkpointing = s.gradient_checkpointing
-        # A function is_short(group_tokens) that returns True if the memory of the GPU is too small
-        # to train without gradient checkpointing. `plan` sets it for large models on GPUs.
+        # is_short(group_tokens) is True if the memory of the GPU is too small to train without
+        # gradient checkpointing. `plan` sets it for large models on GPUs.
         self.is_short = lambda group_tokens: False
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:
@@ -78,12 +74,11 @@ class Machine:
     def plan(self, s: MachineSettings, config, parameters: int, keeps_reference: bool) -> None:
         """Sets the number of CPU threads, and checks that the model can be trained on these GPUs.
 
-        `config`, `parameters` and `keeps_reference` are the arguments of `training_bytes`. Raises
-        UsageError if the model is too large.
+        Raises UsageError if the model is too large.
         """
         if self.device.type == "cpu" and parameters < SMALL:
-            # With such a small model, several threads mostly wait for each other. The same work
-            # takes 1.6 s with one thread and 3.6 s with several.
+            # With such a small model, the same work takes 1.6 s with one thread and 3.6 s with
+            # several, which mostly wait for each other.
             torch.set_num_threads(1)
         if self.device.type != "cuda" or s.model == "tiny":
             return
@@ -105,8 +100,8 @@ class Machine:
     def recomputes(self, groups: list) -> bool:
         """Returns True if training on these groups needs gradient checkpointing.
 
-        A `dpo.Group` is never split into micro-batches. Therefore each rank has to store the
-        activations of its share of the largest group.
+        A `dpo.Group` is never split into micro-batches, so each rank has to store the activations
+        of its share of the largest group.
         """
         tokens = 0
         for group in groups:
@@ -115,14 +110,12 @@ class Machine:
         return is_on(self.checkpointing, auto=self.is_short(tokens))
 
     def wait(self) -> None:
-        """Waits until all ranks have called this method."""
         self.accelerator.wait_for_everyone()
 
     def gather(self, items: list) -> list:
         """Concatenates the lists of all ranks, in the order of the ranks.
 
-        Every rank has to call this method. The call returns after all ranks have called it. A rank
-        may wait for hours, because some episodes take longer than others. The timeout is 7 days.
+        Every rank has to call this method, and waits for the others.
         """
         if self.ranks == 1:
             return items
@@ -138,13 +131,10 @@ class Machine:
 def rendezvous():
     """Handles signals and errors while the ranks connect to each other.
 
-    torch may wait up to 30 minutes for all ranks. This wait is in C++ code, where Python's signal
-    handlers do not run. Therefore SIGINT and SIGTERM get their default handlers, which end the
-    process at once. If the ranks have not connected after 3 seconds, the process prints the address
-    that it is waiting for.
-
-    Raises UsageError if the ranks cannot connect, or if environment variables such as RANK and
-    WORLD_SIZE are incomplete.
+    torch may wait up to 30 minutes for all ranks, in C++ code, where Python's signal handlers do
+    not run. Therefore SIGINT and SIGTERM get their default handlers, which end the process at once.
+    After 3 seconds, the process prints the address that it is waiting for. Raises UsageError if the
+    ranks cannot connect.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -176,21 +166,16 @@ def print_rendezvous_address() -> None:
 
 
 def is_on(setting: str, auto: bool) -> bool:
-    """Converts a setting "on", "off" or "auto" to a bool. `auto` is the value for "auto"."""
     return auto if setting == "auto" else setting == "on"
 
 
 def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
-    """Creates the Accelerator of the run, with the given device type and precision.
-
-    Also sets global options of torch and CUDA, as explained in the comments below.
-    """
+    """Creates the Accelerator of the run, and sets global options of torch and CUDA."""
     # Expandable segments reduce memory fragmentation in the CUDA allocator.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # Turn off the attention kernels of cuDNN. These kernels need 0.1 s or more to prepare for each
-    # new input shape. Sequence lengths vary, so nearly every forward pass in training and every
-    # third decode step has a new shape.
+    # new input shape, which nearly every forward pass in training and every third decode step has.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Turn off TF32, which NVIDIA's containers turn on. TF32 is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -207,21 +192,21 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 # peak memory that was measured on an H100.
 
 # A model with fewer parameters than SMALL counts as small. Larger models are slow on a CPU, even
-# with a small batch. The number is our choice.
+# with a small batch [ours].
 SMALL = 10_000_000
 # The fraction of GPU memory that tensors can use. The rest is needed for the CUDA context, NCCL
 # buffers and fragmentation.
 FREE = 0.92
 # The maximum number of parallel episodes on a GPU. Up to this number, a larger batch hardly makes a
-# decode step slower. The number is our choice.
+# decode step slower [ours].
 SLOTS = 128
-# The assumed fraction of positions that need logits. Logits are computed at a position if the next
-# token is an action token in at least one row of the batch. The number is our choice.
+# The assumed fraction of positions that need logits, because the next token is an action token in
+# at least one row of the batch [ours].
 ACTING = 0.5
 
 
 class ModelSizes:
-    """The dimensions of a model, read from its transformers config."""
+    """The dimensions of a model, from its transformers config."""
 
     def __init__(self, config):
         text = config.get_text_config()
@@ -267,15 +252,14 @@ def training_bytes(
         keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
 
     Returns:
-        Two numbers of bytes. The first is the size of the model states: weights, gradients and the
-        two AdamW moments in fp32, and the reference model if it stays in memory. The second is the
-        size of the activations of one forward pass.
+        Two numbers of bytes: the model states (weights, gradients and the two AdamW moments in
+        fp32, and the reference model), and the activations of one forward pass.
     """
     size = ModelSizes(config)
     states = (20 if keeps_reference else 16) * parameters / ranks
     stream = 2  # bytes per number in the residual stream
-    # Without FSDP2, the model runs under autocast. Autocast caches a bf16 copy of the weights, with
-    # 2 bytes per parameter. The residual stream is in fp32, with 4 bytes per number.
+    # Without FSDP2, the model runs under autocast, which caches a bf16 copy of the weights, and has
+    # the residual stream in fp32.
     if ranks == 1:
         states += 2 * parameters
         stream = 4
@@ -293,15 +277,9 @@ def check_memory(
     tokens: int,
     keeps_reference: bool,
 ) -> str | None:
-    """Checks that a model can be trained on GPUs of this size, and that an inference copy fits.
+    """Returns a message with a remedy if training or an inference copy does not fit in memory.
 
-    The estimate assumes gradient checkpointing, because training then needs the least memory.
-
-    Args:
-        config, parameters, ranks, tokens, keeps_reference: The arguments of `training_bytes`.
-
-    Returns:
-        None if the memory is large enough. Otherwise a message with the problem and a remedy.
+    Training is estimated with gradient checkpointing. The arguments are those of `training_bytes`.
     """
     memory = torch.cuda.get_device_properties(0).total_memory
     setup = f"{parameters / 1e9:.2f} B parameters on {ranks} x {memory / 1e9:.0f} GB: "
@@ -321,7 +299,6 @@ def check_memory(
 
 
 def free_memory() -> int:
-    """Returns the free memory on the GPU of this process, in bytes."""
     free, _ = torch.cuda.mem_get_info()
     return free
 
@@ -339,7 +316,7 @@ def slots_that_fit(
         config: The config of the model.
         free: The free memory on the GPU in bytes, after the model was loaded.
         tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
-            takes as much memory as the longest episode in the batch.
+            takes as much memory as the longest one.
         bf16: Whether the model runs in bf16. If False, it runs in fp32.
         prefill_tokens: The maximum number of tokens in a prefill pass, summed over its episodes.
     """
@@ -349,22 +326,16 @@ def slots_that_fit(
     # mask over all cache slots.
     layer = number * (6 * size.hidden + 3 * size.intermediate)
     prefill = prefill_tokens * (layer + 12 * tokens)
-    # Each episode is a row of the batch. A row needs memory for the keys and values of all layers,
-    # and for the logits that the next token is sampled from.
+    # Each episode needs memory for the keys and values of all layers, and for the logits that the
+    # next token is sampled from.
     row = number * 2 * size.layers * size.keys * tokens + 32 * size.vocabulary
     return max(1, min(SLOTS, int((FREE * free - prefill) / row)))
 
 
 def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
-    """Returns True if the numerical self-check of a model fits in the memory of a GPU.
+    """Returns True if the numerical self-check, which runs in fp32, fits in `free` bytes of a GPU.
 
-    The self-check runs in fp32.
-
-    Args:
-        config: The config of the model.
-        parameters: The number of parameters of the model.
-        free: The free memory on the GPU in bytes.
-        tokens: The length of the longest test sequence.
+    `tokens` is the length of the longest test sequence.
     """
     # The estimate assumes that the attention scores are stored. In fp32 on CUDA, grouped-query
     # attention without a mask has no fused kernel: FlashAttention does not support fp32, and the

@@ -2,9 +2,6 @@
 
 A model is trained on one process, or sharded over several with FSDP2. On a GPU, RMSNorms are
 replaced with fused kernels, and large models are trained with compiled layers.
-
-`Run.load` calls `load`, `Run.inference_copy` calls `read_model` and `make_inference_copy`, and
-`Run.fit` calls `save`.
 """
 
 import gc
@@ -45,26 +42,22 @@ COMPILED = 1_000_000_000
 # Short names for --model. Maps a name to a folder, or to a function that returns a folder.
 MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}
 # Matches the names of weights that do not affect the log-probabilities of text: heads for
-# multi-token prediction, value heads, and image and audio encoders of multimodal models. A
-# checkpoint may contain such weights, although the causal LM has no use for them.
+# multi-token prediction, value heads, and image and audio encoders of multimodal models.
 UNUSED_WEIGHTS = re.compile(
     r"(^|\.)(mtp|v_head|value_head|vision|visual|vq|image|audio|multi_modal)")
 
 
 def folder_of(model: str) -> Path:
-    """Returns the folder of a model. For a model on the Hugging Face Hub, returns Path(name)."""
+    """Returns the folder of a model, or Path(name) for a model on the Hugging Face Hub."""
     folder = MODELS.get(model, model)
     return Path(folder() if callable(folder) else folder)
 
 
 def read(kind, folder, **options):
-    """Calls `kind.from_pretrained(folder, **options)` and returns its result.
+    """Returns `kind.from_pretrained(folder, **options)`, and raises UsageError if this fails.
 
     Python code in the folder is never executed (trust_remote_code=False). If `folder` is a name on
     the Hub, this process reads all files of the model from the same commit.
-
-    Raises UsageError if from_pretrained fails, and PermissionError if the cause is a file that may
-    not be read.
     """
     options |= dict(trust_remote_code=False, revision=commit_of(str(folder)) or "main")
     try:
@@ -90,16 +83,13 @@ def named(flag: str):
 
 @cache
 def print_once(text: str) -> None:
-    """Prints a line on the main rank. Later calls with the same text print nothing."""
+    """Prints a line on the main rank, once in a process."""
     if os.environ.get("RANK", "0") == "0":
         tqdm.write(text)
 
 
 def file_of(folder, name: str) -> str | None:
-    """Returns the local path of a model's file, which is downloaded if the model is on the Hub.
-
-    Returns None if the model has no such file.
-    """
+    """Returns the local path of a model's file, or None. A file on the Hub is downloaded."""
     return cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False,
                        _raise_exceptions_for_connection_errors=False)
 
@@ -108,8 +98,7 @@ def file_of(folder, name: str) -> str | None:
 def commit_of(name: str) -> str | None:
     """Returns the commit hash of a model on the Hub, or None if `name` is a local folder.
 
-    The result is cached, so this process uses the same commit even if the model on the Hub is
-    updated.
+    The result is cached, so this process uses one commit even if the model on the Hub is updated.
     """
     if Path(name).is_dir():
         return None
@@ -125,8 +114,6 @@ def read_tokenizer(folder):
     AutoTokenizer is not used, because it may build a different tokenizer, based on the class name
     in tokenizer_config.json. Special tokens in a text are always encoded as special tokens, even if
     the folder's config sets split_special_tokens.
-
-    Raises UsageError if tokenizer.json is missing.
     """
     if not file_of(folder, "tokenizer.json"):
         raise UsageError(f"--model {folder}: tokenizer.json is missing; copy it from the base "
@@ -139,7 +126,6 @@ def read_tokenizer(folder):
 
 
 def read_encoder(folder) -> Encoder:
-    """Returns the `Encoder` for the model in a folder, which converts messages to token ids."""
     vocabulary_size = read_config(folder).get_text_config().vocab_size
     return Encoder(read_tokenizer(folder), vocabulary_size)
 
@@ -149,10 +135,9 @@ def is_causal_lm(config) -> bool:
 
 
 def read_full_config(folder):
-    """Returns the config in a folder, without generation options and optional outputs.
+    """Returns the config in a folder, without generation options and extra outputs.
 
-    Examples of these are `temperature` and `output_attentions`, see `reset_options`. For a
-    multimodal model, the result includes the configs of its image and audio encoders.
+    For a multimodal model, the result includes the configs of its image and audio encoders.
     """
     config = read(transformers.AutoConfig, folder)
     reset_options(config)
@@ -162,8 +147,8 @@ def read_full_config(folder):
 def reset_options(config) -> None:
     """Removes generation options from a config and its nested configs, and turns off extra outputs.
 
-    For example, `temperature` is removed, and `output_attentions` is set to False. If the config
-    contained such options, transformers would refuse to save the model after training.
+    For example, `temperature` is removed, and `output_attentions` is set to False. With such
+    options, transformers would refuse to save the model after training.
     """
     config.return_dict = True
     for name in config._get_generation_parameters():
@@ -178,14 +163,13 @@ def reset_options(config) -> None:
 def read_config(folder):
     """Returns the config of the causal LM in a folder.
 
-    For a multimodal model, this is the nested config of its language model. Raises UsageError if
-    the folder does not contain a causal LM.
+    For a multimodal model, this is the nested config of its language model.
     """
     check_folder(Path(folder))
     config = read_full_config(folder)
     # For a multimodal model, get_text_config returns the config of its language model, which has
-    # another type. For some text-only models, such as BART, get_text_config returns a modified copy
-    # of the same type. This function ignores such a copy, and returns the unmodified config.
+    # another type. For some text-only models, such as BART, it returns a modified copy of the same
+    # type, which is not used here.
     text = config.get_text_config(decoder=True)
     if type(text) is not type(config) and is_causal_lm(text):
         text.tie_word_embeddings |= config.tie_word_embeddings
@@ -200,8 +184,7 @@ def read_config(folder):
 def check_folder(folder: Path) -> None:
     """Raises UsageError if a folder contains a run instead of a model, or contains an adapter.
 
-    Adapters, such as LoRA, are not supported. Without this error, the weights of the adapter would
-    be lost without any message.
+    Without this error, the weights of an adapter, such as LoRA, would be lost without any message.
     """
     if (folder / "phases.json").exists():
         agents = [str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")
@@ -216,7 +199,7 @@ def check_folder(folder: Path) -> None:
 
 
 def positions_of(config) -> float:
-    """Returns max_position_embeddings of a config, or infinity if the config does not set it."""
+    """Returns max_position_embeddings of a config, or infinity if it is not set."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return positions if positions > 0 else math.inf
 
@@ -225,12 +208,7 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
     """Returns the causal LM in a folder, with its weights. On a GPU, its RMSNorms are fused.
 
     transformers initialises missing weights at random and ignores unknown weights. This function
-    raises UsageError in both cases.
-
-    Raises:
-        UsageError: The folder has no causal LM, or the checkpoint lacks weights of the model, or it
-            contains weights that the model does not have. Weights that match UNUSED_WEIGHTS are
-            allowed.
+    raises UsageError in both cases, except for unknown weights that match UNUSED_WEIGHTS.
     """
     # 1. Read the weights, and check that they are complete.
     collect()
@@ -264,12 +242,12 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
                          "text model")
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
-        # The checkpoint has separate weights for the output head, so the head is not tied to the
-        # input embeddings. The config may state the opposite.
+        # The checkpoint has separate weights for the output head, although the config may tie the
+        # head to the input embeddings.
         model.config.tie_word_embeddings = False
 
     # 3. Keep only the special tokens of the generation config. Its other options, such as a
-    #    repetition penalty, are dropped, because they would change the sampling distribution.
+    #    repetition penalty, would change the sampling distribution.
     base = model.generation_config
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=base.bos_token_id, eos_token_id=base.eos_token_id,
@@ -287,9 +265,8 @@ class FusedRMSNorm(torch.nn.Module):
 
     Args:
         weight: The weight of the norm, (d,).
-        eps: The constant that is added to the mean of the squares.
-        keeps_dtype: Whether the output has the same dtype as x. If False, the output has the dtype
-            of the product x * weight.
+        keeps_dtype: Whether the output has the dtype of x. If False, the output has the dtype of
+            the product x * weight.
     """
 
     def __init__(self, weight: torch.nn.Parameter, eps: float, keeps_dtype: bool):
@@ -306,10 +283,7 @@ class FusedRMSNorm(torch.nn.Module):
 
 
 def fuse_norms(model) -> int:
-    """Replaces the RMSNorms of a model with `FusedRMSNorm`, and returns the number of replacements.
-
-    A norm is replaced only if the fused norm computes the same output, see `computes_the_same`.
-    """
+    """Replaces each RMSNorm that has the formula of `FusedRMSNorm`, and returns their number."""
     count = 0
     for parent in [*model.modules()]:
         for name, norm in parent.named_children():
@@ -330,13 +304,12 @@ def fuse_norms(model) -> int:
 def computes_the_same(fused: FusedRMSNorm, norm) -> bool:
     """Returns True if two norms give the same outputs for random weights and inputs.
 
-    The norms of some model families differ from the formula of `FusedRMSNorm`. For example, Gemma
-    multiplies by 1 + weight. Model families also differ in the dtype of the output.
+    The norms of some model families have another formula. For example, Gemma multiplies by
+    1 + weight. Model families also differ in the dtype of the output.
     """
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(fused.weight.shape, generator=rng)
-    # Compare the outputs for small, usual and large inputs. eps affects only the outputs for small
-    # inputs.
+    # Compare the outputs for small, usual and large inputs. eps affects only small inputs.
     x = torch.stack([scale * torch.randn(fused.weight.shape, generator=rng)
                      for scale in (fused.eps ** 0.5, 1.0, 100.0)])
     for dtype, x_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
@@ -363,7 +336,7 @@ def collect() -> None:
 
 
 def empty_model(config, dtype):
-    """Returns a model without weights: its parameters are on the meta device.
+    """Returns a model whose parameters are on the meta device, without values.
 
     Its buffers are initialised as usual, because checkpoints do not contain all buffers.
     """
@@ -372,17 +345,13 @@ def empty_model(config, dtype):
 
 
 def parameter_count(config) -> int:
-    """Computes the number of parameters of a causal LM from its config, without its weights."""
     model = empty_model(config, torch.float32)
     model.tie_weights()
     return model.num_parameters()
 
 
 def layers(model) -> torch.nn.ModuleList:
-    """Returns the ModuleList that contains the transformer layers of a model.
-
-    If the model has several ModuleLists, this is the one with the most parameters.
-    """
+    """Returns the transformer layers of a model: its ModuleList with the most parameters."""
     largest = None
     most = -1
     for module in model.modules():
@@ -394,10 +363,7 @@ def layers(model) -> torch.nn.ModuleList:
 
 
 def unshared_layers(model) -> list[torch.nn.Module]:
-    """Returns the layers that do not share parameters with other layers.
-
-    In Zamba, for example, several layers share the same parameters.
-    """
+    """Returns the layers that do not share parameters with other layers, as those of Zamba do."""
     uses = Counter()
     for layer in layers(model):
         uses.update(layer.parameters())
@@ -411,9 +377,9 @@ def unshared_layers(model) -> list[torch.nn.Module]:
 def compiles(accelerator, model) -> bool:
     """Returns True if the layers of a model are compiled for training.
 
-    Compilation needs a GPU, bf16, and at least COMPILED parameters. In an fp32 run, layers are not
-    compiled. Such a run also uses the model in training for inference (see `make_inference_copy`),
-    and torch would recompile the layers for every new length of the KV cache.
+    Layers are not compiled in an fp32 run. Such a run also uses the model for inference (see
+    `make_inference_copy`), and torch would recompile the layers for every new length of the KV
+    cache.
     """
     return (accelerator.device.type == "cuda" and accelerator.mixed_precision == "bf16"
             and model.num_parameters() >= COMPILED and has_compiler(accelerator.device))
@@ -421,10 +387,7 @@ def compiles(accelerator, model) -> bool:
 
 @cache
 def has_compiler(device) -> bool:
-    """Returns True if torch.compile works on this machine. Otherwise, prints the reason.
-
-    torch.compile needs triton, a C compiler and the C headers of Python.
-    """
+    """Returns True if torch.compile works. It needs triton, a C compiler and Python's C headers."""
     try:
         torch.compile(F.gelu)(torch.ones(8, device=device))
     except Exception as error:
@@ -437,28 +400,25 @@ def compile_layers(model) -> None:
     """Compiles the layers of a model for training, with torch.compile.
 
     Layers of the same class share their compiled graphs, and models that are loaded later reuse
-    these graphs. If a layer cannot be compiled, it runs without compilation. To turn compilation
-    off, set the environment variable TORCH_COMPILE_DISABLE=1.
+    these graphs. A layer that cannot be compiled runs without compilation. The environment variable
+    TORCH_COMPILE_DISABLE=1 turns compilation off.
     """
     torch._dynamo.config.suppress_errors = True
     # torch compiles several versions of a layer class: with and without gradients, with and without
-    # an attention mask, and for batch size 1 and larger batches. recompile_limit is the maximum
-    # number of versions, so it has to allow all of these combinations.
+    # an attention mask, and for batch size 1 and larger batches. recompile_limit has to allow all
+    # combinations.
     torch._dynamo.config.recompile_limit = 64
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def prepare(model, recompute: bool):
-    """Prepares a model for training, and returns the model.
+    """Prepares a model for training in place, and returns it.
 
     The model is trained in evaluation mode, which turns dropout off. With dropout, the policy would
-    differ from the reference before the first step, so the first DPO loss would not be ln 2.
-
-    Args:
-        model: The model to prepare. It is changed in place.
-        recompute: Whether to use gradient checkpointing. It saves memory, because the activations
-            of each layer are recomputed in the backward pass instead of stored.
+    differ from the reference before the first step, so the first DPO loss would not be ln 2. If
+    `recompute` is true, the activations of each layer are recomputed in the backward pass instead
+    of stored (gradient checkpointing).
     """
     if recompute:
         for layer in layers(model):
@@ -474,8 +434,6 @@ def load(accelerator, folder, recompute: bool, shard: bool):
     a weight are smaller than the rounding step of bf16, so the weight would not change.
 
     Args:
-        accelerator: The Accelerator of the run.
-        folder: The folder of the model, or its name on the Hub.
         recompute: Whether to use gradient checkpointing.
         shard: Whether to shard the model over the ranks with FSDP2. If False, each rank holds the
             full model.
@@ -491,8 +449,7 @@ def load(accelerator, folder, recompute: bool, shard: bool):
 def load_sharded(accelerator, folder, recompute: bool):
     """Loads a model that is sharded over the ranks with FSDP2, and returns it ready for training.
 
-    Only the main rank reads the weights. The main rank broadcasts them, and every rank stores only
-    its shards.
+    Only the main rank reads the weights. It broadcasts them, and every rank stores its shards.
     """
     # 1. Build the model without weights (on the meta device) on all ranks.
     collect()
@@ -532,8 +489,8 @@ def load_sharded(accelerator, folder, recompute: bool):
 def make_inference_copy(model, dtype):
     """Returns an unsharded version of the model that is being trained, for inference.
 
-    If the model is unsharded and `dtype` is fp32, this returns the model itself. Otherwise it
-    returns a full copy in `dtype` on every rank.
+    It is the model itself if this is unsharded and `dtype` is fp32. Otherwise it is a full copy in
+    `dtype` on every rank.
     """
     if dtype == torch.float32 and not isinstance(model, FSDPModule):
         return model.eval()
@@ -553,16 +510,9 @@ def make_inference_copy(model, dtype):
 
 
 def save(accelerator, model, encoder: Encoder, folder) -> None:
-    """Saves a trained model and its tokenizer in the format of transformers.
+    """Saves a trained model, unsharded, and its tokenizer in the format of transformers.
 
-    The model is saved unsharded. Its generation config contains the end-of-turn token, so other
-    programs stop generating at the end of a turn. Every rank has to call this function.
-
-    Args:
-        accelerator: The Accelerator of the run.
-        model: A model that `load` returned.
-        encoder: The encoder of the run, which has the tokenizer.
-        folder: The folder to write.
+    Every rank has to call this function.
     """
     options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = states.get_model_state_dict(model, options=options)
@@ -583,8 +533,7 @@ def save_tensors(tensors: dict, file) -> None:
 def check_can_be_saved(model, encoder: Encoder) -> None:
     """Raises UsageError if transformers cannot save this model.
 
-    A new run calls this function at its start. Otherwise, the run could fail after hours of
-    training, when it saves its first agent.
+    Without this check, a run could fail after hours of training, when it saves its first agent.
     """
     with TemporaryDirectory() as folder:
         try:
@@ -597,18 +546,15 @@ def check_can_be_saved(model, encoder: Encoder) -> None:
 
 
 def write(model, encoder: Encoder, folder, weights: dict) -> None:
-    """Writes a model with the given weights, its config and its tokenizer to a folder.
-
-    `weights` is an unsharded state dict.
-    """
+    """Writes a model, whose unsharded state dict is `weights`, and its tokenizer to a folder."""
     model.generation_config = saved_generation_config(model.generation_config, encoder)
     model.config.pad_token_id = model.generation_config.pad_token_id
     model.config.eos_token_id = encoder.end_of_turn
     model.save_pretrained(folder, state_dict=weights)
     tokenizer = encoder.tokenizer
     tokenizer.pad_token_id = model.generation_config.pad_token_id
-    # The run's chat template may differ from the model's, because today's date is replaced with a
-    # fixed date. Save the template that the agent was trained with.
+    # Save the chat template that the agent was trained with. It may differ from the model's,
+    # because today's date is replaced with a fixed date.
     if encoder.template.text != tokenizer.get_chat_template():
         tokenizer.chat_template = encoder.template.text
     tokenizer.save_pretrained(folder)
@@ -623,8 +569,8 @@ def saved_config(model) -> dict:
 
     Whatever reads the base model can then read the agent, too. If this version of transformers
     wrote all fields anew, other versions would not know some of them, and would silently use
-    defaults instead, for example for RoPE. If the base model is multimodal, the agent is only its
-    language model, and gets the fields of this model.
+    defaults instead, for example for RoPE. The agent of a multimodal base model has the fields of
+    its language model.
     """
     config = model.config
     base = config.name_or_path
@@ -647,7 +593,7 @@ def saved_config(model) -> dict:
 def saved_tokenizer_config(folder: Path) -> dict:
     """Returns the tokenizer_config.json in a folder, in a form that transformers 4 can read, too.
 
-    Many inference servers and converters still use transformers 4.
+    Many inference servers still use transformers 4.
     """
     content = read_json(folder / "tokenizer_config.json")
     for name in ("is_local", "local_files_only", "auto_map"):
@@ -659,15 +605,11 @@ def saved_tokenizer_config(folder: Path) -> dict:
 
 
 def saved_generation_config(base, encoder: Encoder) -> transformers.GenerationConfig:
-    """Returns the generation config that is saved with a trained model.
+    """Returns the generation config of an agent, from the generation config `base`.
 
-    Generation stops at the end-of-turn token and at the EOS tokens of the base model. Token ids
-    outside of the vocabulary are left out. Tokens that an agent never samples during a run are
-    listed in `suppress_tokens`, so other programs do not sample them either.
-
-    Args:
-        base: The generation config of the base model.
-        encoder: The encoder of the run.
+    Generation stops at the end-of-turn token and at the EOS tokens of the base model, and never
+    samples the tokens that are suppressed during a run. Token ids outside of the vocabulary are
+    left out.
     """
     ends = base.eos_token_id
     if not isinstance(ends, list):

@@ -57,8 +57,8 @@ from engine.trajectories import (
 class Saved(UserList):
     """A list of trajectories, pairs or dicts in a file of a run.
 
-    It is used like a list. The file is read at the first use, so a resumed run does not read the
-    files of finished phases. Changing the list or its items does not change the file.
+    The file is read at the first use, so a resumed run does not read the files of finished phases.
+    Changing the list or its items does not change the file.
     """
 
     def __init__(self, items: Iterable):
@@ -69,7 +69,6 @@ class Saved(UserList):
         """Makes a list that is not read yet.
 
         Args:
-            file: The file.
             key: The `content_hash` of the list.
             inputs: Values that contain the trajectories that a pairs file names.
         """
@@ -96,33 +95,10 @@ class Saved(UserList):
 
 @dataclass
 class Trained:
-    """A trained model, with the rows of its logs."""
+    """A trained model, with its logs."""
     model: torch.nn.Module
     logs: dict[str, list]  # {name of a .jsonl file in the model's folder: its rows}
     tensors: dict[str, dict] = field(default_factory=dict)  # {name of a .pt file: its content}
-
-
-def key_of(value, path_key: Callable[[Path], object]):
-    """Returns a key that identifies the content of a phase's input.
-
-    Args:
-        value: A list of trajectories, pairs or dicts, a path, None, or a list or dict of inputs.
-        path_key: A function that returns the key of a path.
-    """
-    if isinstance(value, Saved) and not value.is_read:
-        return value.key
-    if is_rows(value):  # also a list that was read, because its items may have been changed
-        return content_hash(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [key_of(part, path_key) for part in value]
-    if isinstance(value, Path):
-        return path_key(value)
-    if value is not None:
-        raise TypeError(f"the input {value!r:.60} is no list of trajectories or pairs, and no "
-                        "path; give numbers and strings by name")
-    return None
 
 
 # -------------------------------------------------------------------------------- the run's folder
@@ -131,16 +107,13 @@ def key_of(value, path_key: Callable[[Path], object]):
 class Phases:
     """The folder of a run: its settings, its lock, and the outputs of its phases.
 
-    `engine.run.Run` extends this class with the models of a run. To resume a run, create the object
-    with the same settings. All finished phases are then reused.
+    `engine.run.Run` extends this class with the models of a run.
     """
 
     def __init__(self, machine, encoder, settings, options, reads: set[str], backends: dict | None):
         """
         Args:
-            machine: The `engine.machine.Machine`.
             encoder: The `engine.chat.Encoder` of the base model.
-            settings: The settings of the run.
             options: The settings that only this environment has.
             reads: The names of the settings that the method reads. Only they are recorded.
             backends: The backends of a new run, for its config.json; None for an existing run.
@@ -152,8 +125,7 @@ class Phases:
         self.options = options
         self.folder = folder_of(settings)
         self.fingerprint = encoder.fingerprint()
-        # The name of the output that the current phase makes.
-        self.name = ""
+        self.name = ""  # the name of the output that the current phase makes
         # Maps each output that this process has made or reused to its record in phases.json.
         self.done = {}
         # Maps paths to keys that identify their content: for a model of this run, the cache key of
@@ -169,8 +141,8 @@ class Phases:
             self.lock = files.lock(self.folder)
             if backends and not (self.folder / "config.json").exists():
                 self.create(stated, backends)
-        # The other ranks wait here, because the main rank may have to download a model. They wait
-        # with `gather`, because its timeout is longer than the timeout of `wait`.
+        # The other ranks wait with `gather`, because the main rank may have to download a model,
+        # and the timeout of `wait` is shorter.
         machine.gather([])
         self.config = self.read_config(stated)
         # Maps outputs of an earlier process to their records in phases.json. A call of `once`
@@ -195,10 +167,7 @@ class Phases:
                    dict(settings=stated, backends=backends, code=self.code, **branched))
 
     def read_config(self, stated: dict) -> dict:
-        """Reads config.json, and checks that the run may be resumed with the given settings.
-
-        Only a few settings may change when a run is resumed, see `check_same`.
-        """
+        """Reads config.json, and checks that the run may be resumed with the given settings."""
         config = read_json(self.folder / "config.json")
         if "settings" not in config:
             raise UsageError(f"--out {self.folder}: its config.json is not that of a run; give "
@@ -219,7 +188,7 @@ class Phases:
         return {name: row for name, row in rows.items() if (self.folder / name).exists()}
 
     def note(self, **facts) -> None:
-        """Updates entries of config.json. The file is rewritten only if an entry has changed."""
+        """Updates entries of config.json."""
         if self.main and self.config != self.config | facts:
             self.config = self.config | facts
             write_json(self.folder / "config.json", self.config)
@@ -261,13 +230,8 @@ class Phases:
             parameters: Numbers and strings.
 
         Returns:
-            The folder of the output if it is a model. Otherwise a list (`Saved`) that is read from
-            its file at its first use. Whether the phase ran or was skipped makes no difference.
-
-        Raises:
-            UsageError: This process has already called `once` with the same output, an input or a
-                value has none of the types above, the ranks have different inputs, or an edited
-                output is not valid.
+            The folder of the output if it is a model. Otherwise a list (`Saved`). Whether the phase
+            ran or was skipped makes no difference.
         """
         path = self.folder / output
         self.name = output
@@ -311,31 +275,40 @@ class Phases:
         """Raises ValueError if the ranks are at different steps of the loop.
 
         Plain Python between two phases runs on every rank, and its results may differ, for example
-        after an unseeded shuffle. All ranks call this method at each step.
-
-        Args:
-            step: What identifies the step: the names, inputs and parameters of a phase, or None at
-                the end of the loop.
+        after an unseeded shuffle. `step` identifies the step, and is None at the end of the loop.
         """
         if any(other != step for other in self.machine.gather([step])):
             raise ValueError("the ranks differ in the phase, its inputs or its parameters; make "
                              "the code between phases deterministic")
 
-    def keys_of(self, inputs: tuple) -> list:
-        """Returns the key of each input of a phase, see `key_of`."""
-        return [key_of(value, self.path_key) for value in inputs]
+    def keys_of(self, inputs: Iterable) -> list:
+        return [self.key_of(value) for value in inputs]
 
-    def path_key(self, path: Path):
-        """Returns the key of a file or of the folder of a model, see `hashes_of`."""
-        if path not in self.keys:
-            self.keys[path] = hashes_of(path)
-        return self.keys[path]
+    def key_of(self, value):
+        """Returns a key that identifies the content of a phase's input.
+
+        An input is a list of trajectories, pairs or dicts, a path, None, or a list or dict of
+        inputs.
+        """
+        if isinstance(value, Saved) and not value.is_read:
+            return value.key
+        if is_rows(value):  # also a list that was read, because its items may have been changed
+            return content_hash(value)
+        if isinstance(value, dict):
+            return self.keys_of(value.values())
+        if isinstance(value, (list, tuple)):
+            return self.keys_of(value)
+        if isinstance(value, Path):
+            if value not in self.keys:
+                self.keys[value] = hashes_of(value)
+            return self.keys[value]
+        if value is not None:
+            raise TypeError(f"the input {value!r:.60} is no list of trajectories or pairs, and no "
+                            "path; give numbers and strings by name")
+        return None
 
     def reuse(self, output: str, cache_key: str, inputs: tuple) -> dict | None:
-        """Returns the record of an output that an earlier process made with the same cache key.
-
-        Returns None if there is no such output.
-        """
+        """Returns an earlier process's record of an output, or None if its cache key differs."""
         row = self.recorded.pop(output, None)
         if row is None:
             return None
@@ -364,8 +337,6 @@ class Phases:
 
     def save(self, path: Path, value, inputs: tuple) -> None:
         """Saves the value that a phase returned. All ranks call this function, and one rank writes.
-
-        Raises TypeError or ValueError if the value cannot be saved, or not be read again.
         """
         if isinstance(value, Trained):
             models.save(self.machine.accelerator, value.model, self.encoder, path)
@@ -392,10 +363,8 @@ class Phases:
     def record(self, output: str, value, row: dict) -> dict:
         """Moves a finished output to its final path, and writes its record to phases.json.
 
-        A phase's value is first written to a temporary path. Therefore an interrupted phase never
-        leaves an incomplete output at the final path.
-
-        Returns the record on all ranks.
+        Therefore an interrupted phase never leaves an incomplete output at the final path. Returns
+        the record on all ranks.
         """
         path = self.folder / output
         if self.main:
@@ -424,10 +393,8 @@ class Phases:
     def bar(self, total: int | None, items: Iterable | None = None):
         """Returns a progress bar for the current phase. The bar is visible only in a terminal.
 
-        Args:
-            total: The number of steps, or None if the number is unknown.
-            items: The items to iterate over. Without items, call the bar's `update` after each
-                step.
+        `total` is None if the number of steps is unknown. Without `items` to iterate over, call the
+        bar's `update` after each step.
         """
         hidden = None if self.main else True  # with None, tqdm shows the bar only in a terminal
         return tqdm(items, total=total, desc=self.name, leave=False, disable=hidden, delay=2)
@@ -441,13 +408,13 @@ def folder_of(s) -> Path:
 def check_folder(folder: Path) -> None:
     """Raises UsageError if `folder` is a file, or contains files that do not belong to a run.
 
-    Without this check, a new run could overwrite these files.
+    A new run could overwrite these files.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder}: it is a file; give a folder")
     names = {path.name for path in folder.glob("*")}
-    # If a run is interrupted right after its start, its folder contains the file `lock` but
-    # no config.json.
+    # A run that was interrupted right after its start has the file `lock`, but neither config.json
+    # nor phases.json.
     interrupted = "lock" in names and "phases.json" not in names
     if names and "config.json" not in names and not interrupted:
         raise UsageError(f"--out {folder}: it contains {min(names)}, but no config.json of a run; "
@@ -459,7 +426,7 @@ def temporary(path: Path) -> Path:
 
 
 def hashes_of(path: Path):
-    """Returns the hash of a file, or a list with the names and hashes of the files in a folder.
+    """Returns the hash of a file, or the names and hashes of the files in a folder.
 
     If the folder has no files, returns the path itself.
     """
@@ -470,11 +437,7 @@ def hashes_of(path: Path):
 
 
 def with_numbers(result, parameters: dict) -> tuple:
-    """Splits the result of a phase into its value and its dict of numbers, which may be missing.
-
-    Raises TypeError or ValueError if the numbers cannot be written to phases.json or printed, or if
-    one of them has the name of another entry of the record.
-    """
+    """Splits the result of a phase into its value and its dict of numbers, which may be missing."""
     value, numbers = result if isinstance(result, tuple) else (result, {})
     if not isinstance(numbers, dict):
         raise TypeError(f"its second value is {numbers!r:.60}; return a dict of numbers")

@@ -1,8 +1,7 @@
 """Prefix sharing: a forward pass that processes a common prefix of several trajectories only once.
 
-`Run.log_probs` uses this module if training runs in a single process on a CPU and the model passes
-the check in `engine.self_check`. On a CPU, most of the time is spent in matmuls, and prefix sharing
-makes the matrices smaller. In all other cases, `Run.log_probs` uses `engine.forward_passes`.
+`Run.log_probs` uses this module if training runs in a single process on a CPU, where most of the
+time is spent in matmuls. Prefix sharing makes the matrices smaller.
 
 Trajectories are packed into a single sequence. For example, "a b c" and "a b d" share "a b":
 
@@ -30,7 +29,7 @@ from dpo import Ids, Trajectory, chunk_by_cost, in_fp32, logits_at, pad_right
 from engine.forward_passes import batch_by_length
 from engine.kv_cache import common_prefix_length
 
-# The maximum number of tokens in an attention batch, padding included. The value is our choice.
+# The maximum number of tokens in an attention batch, padding included [ours].
 ATTENTION_TOKENS = 512
 
 
@@ -49,25 +48,18 @@ def log_probs(
         tokens: The maximum number of tokens in a forward pass. Tokens are counted before packing,
             so a shared prefix counts once for each trajectory.
         logits_processor: The same function as in `dpo.token_log_probs`.
-
-    Returns:
-        The log-probabilities of all action tokens of all trajectories, (A,), in nats.
     """
     passes = chunk_by_cost(trajectories, [len(t.ids) for t in trajectories], tokens)
     return torch.cat([packed_log_probs(model, batch, logits_processor) for batch in passes])
 
 
 def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Callable) -> Tensor:
-    """Computes the log-probabilities of all action tokens, (A,), in a single forward pass.
-
-    The arguments are the same as those of the function `log_probs`.
-    """
+    """Computes the log-probabilities of all action tokens, (A,), in a single forward pass."""
     ids, position_ids, paths = pack_prefix_tree(trajectories)
 
-    # 1. Group trajectories of similar length into attention batches. The outputs of all batches
-    # will be concatenated. For each packed token, find the index of its output in the
-    # concatenation. A shared token has several outputs, one per trajectory. These outputs are
-    # equal, so we can use the index of any of them.
+    # 1. Group trajectories of similar length into attention batches. For each packed token, find
+    # the index of its output in the concatenated outputs of all batches. A shared token has several
+    # equal outputs, one per trajectory, and the index may be that of any of them.
     unpack_indices = []
     repack_index = [0] * len(ids)  # (N,)
     start = 0
@@ -80,7 +72,7 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
         unpack_indices.append(indices)
 
     # 2. Find the packed token that predicts each action token: the previous token of its
-    # trajectory. One packed token may predict action tokens of several trajectories.
+    # trajectory.
     predicting, targets = [], []  # (A,)
     for t, path in zip(trajectories, paths):
         for k, is_action in enumerate(t.action_mask):
@@ -102,15 +94,14 @@ def pack_prefix_tree(trajectories: list[Trajectory]) -> tuple[Ids, list[int], li
     """Packs trajectories into one sequence, in which each common prefix occurs only once.
 
     Returns:
-        Three lists: the packed token ids, (N,), the position id of each packed token, (N,), and the
-        path of each trajectory. A path contains the index of each token of the trajectory in the
-        packed sequence.
+        The packed token ids, (N,), the position id of each packed token, (N,), and the path of each
+        trajectory: the index of each of its tokens in the packed sequence.
     """
     ids, position_ids = [], []
     paths = [[]] * len(trajectories)
     previous, path = [], []
-    # In lexicographic order, it is enough to compare each trajectory with the previous one. No
-    # earlier trajectory has a longer common prefix with the current trajectory.
+    # In lexicographic order, no earlier trajectory has a longer common prefix with a trajectory
+    # than the previous one.
     for n in sorted(range(len(trajectories)), key=lambda n: trajectories[n].ids):
         own = trajectories[n].ids
         shared = common_prefix_length(previous, own)
@@ -126,22 +117,18 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, un
            repack_index=None, **options):
     """Computes causal attention within each trajectory of a packed sequence.
 
-    If `unpack_indices` is None, the input is a normal batch. For a normal batch, this function
-    calls "sdpa", an attention function of transformers.
+    For a normal batch, without `unpack_indices`, this function calls "sdpa", an attention function
+    of transformers.
 
     Args:
-        module: The attention layer.
         query, key, value: The queries, keys and values, (1, H, N, d) each. With grouped-query
             attention, keys and values have fewer heads than H.
-        attention_mask: The attention mask of a normal batch. For a packed sequence, it is None.
-        unpack_indices: A list with one tensor for each attention batch, (T, L). Each entry of the
-            tensor is the index of a token in the packed sequence.
+        unpack_indices: A tensor for each attention batch, (T, L), with indices of tokens in the
+            packed sequence.
         repack_index: The index of each packed token in the concatenated outputs, (N,).
-        options: Other arguments that transformers passes to attention functions.
 
     Returns:
-        A tuple of the attention outputs, (1, N, H, d), and None. transformers allows None in place
-        of the attention weights.
+        The attention outputs, (1, N, H, d), and None in place of the attention weights.
     """
     if unpack_indices is None:
         sdpa = AttentionInterface._global_mapping["sdpa"]

@@ -1,8 +1,4 @@
-"""Runs the episodes of rollouts in parallel, and restarts an episode if its environment fails.
-
-The function `play` runs the episodes. `Run.play` calls it with a local model as the agent.
-`lab/chat/evaluate.py` calls it with an agent behind an API.
-"""
+"""Runs the episodes of rollouts in parallel, and restarts an episode if its environment fails."""
 
 import time
 from collections.abc import Callable
@@ -10,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from envs import EnvError, Environment, episode
 
-# If an environment fails, its episode is retried up to three times. Each entry is the waiting time
-# before a retry, in seconds. The last wait is long, because an environment server may need time to
-# restart.
+# The waiting times before the retries of a failed episode, in seconds. The last one is long,
+# because an environment server may need time to restart.
 WAITS = [0.5, 5.0, 25.0]
 
 
@@ -30,9 +25,9 @@ def play(
     Episodes run in rounds. In each round, the agent generates a batch of replies, one for each
     running episode. Then each environment executes the reply of its episode, in parallel threads.
 
+    Raises EnvError if an environment still fails after all retries.
+
     Args:
-        make_env: A function without arguments that creates an environment.
-        encoder: An `engine.chat.Encoder`.
         trajectories: The trajectories to fill. Each has a task and a random seed.
         generate: A function that generates the agent's replies. It is called as
             generate([(trajectory, rng)]) and returns [(ids, log_probs)]. `rng` is the random number
@@ -41,9 +36,6 @@ def play(
         slots: The maximum number of episodes that run in parallel.
         max_tokens: The context length of the agent, in tokens.
         ended: A callback that is called with each trajectory when its episode ends.
-
-    Raises:
-        EnvError: An environment still fails after all retries.
     """
     free = []      # environments that can be reused for a new episode
     waiting = trajectories[::-1]  # trajectories whose episodes have not started
@@ -82,11 +74,7 @@ def play(
 
 
 def advance(steps, reply):
-    """Sends a reply to an episode, and runs the episode until it needs the next reply.
-
-    Returns:
-        The request for the next reply, (trajectory, rng), or None if the episode ended.
-    """
+    """Sends a reply to an episode, and returns the next request, or None if the episode ended."""
     try:
         return steps.send(reply)
     except StopIteration:
@@ -96,11 +84,8 @@ def advance(steps, reply):
 def episode_with_retries(env: Environment, encoder, t, max_tokens: int):
     """Runs `envs.episode`, and restarts it from the first turn if the environment fails.
 
-    A restarted episode uses the same task and the same random seed. Therefore, the turns before the
-    failure are repeated with the same results.
-
-    Raises:
-        EnvError: The environment still fails after the last retry.
+    A restarted episode has the same random seed, so the turns before the failure are repeated with
+    the same results.
     """
     for wait in [*WAITS, None]:
         try:

@@ -1,10 +1,7 @@
 """The `Run` class: the models of a run, their training, and their episodes.
 
-The training loops and the phases in `coevolve.py` receive a `Run` object. Its main methods:
-
-- `once` runs a phase, or returns its saved value (see `engine.phases`).
-- `load`, `log_probs` and `fit` train a model.
-- `play` runs episodes with a model.
+The training loops and the phases in `coevolve.py` receive a `Run` object. Its method `once` is in
+`engine.phases`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +31,7 @@ from engine.sampling import TokenSampler
 from engine.trajectories import named
 from environments import make
 
-# The backends for a model for which all backends in `engine.self_check` are correct. `replies` is
-# the backend that generates replies. `passes` lists the backends for forward passes in training.
+# The backends of a model for which all backends are correct, see `self_check.select_backends`.
 ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
@@ -45,11 +41,10 @@ class Run(Phases):
     def __init__(self, settings, options, method=None, make_env: Callable | None = None):
         """
         Args:
-            settings: The settings of the run.
             options: The settings that only this environment has.
             method: The `common.settings.Method`. Without it, all settings count as read.
-            make_env: A function that creates an environment. The default creates the environment
-                that the settings name.
+            make_env: A function that creates an environment, instead of the one that the settings
+                name.
         """
         s = settings
         reads = {*vars(s), *vars(options)}
@@ -62,7 +57,6 @@ class Run(Phases):
                        "all": ("validation", *self.env.test_splits)}[s.eval_splits]
         if machine.main and (line := self.env.check(["train", *self.splits])):
             print(line)
-        # Read the config and the tokenizer of the base model. The weights are not read here.
         self.base = models.folder_of(s.model)
         self.model_config = models.read_config(self.base)
         self.parameters = models.parameter_count(self.model_config)
@@ -79,15 +73,15 @@ class Run(Phases):
             if not (folder / "config.json").exists():
                 backends = select_backends(s, self.base, machine, encoder)
         super().__init__(machine, encoder, settings, options, reads, backends)
-        # The initial models may be large, so that only one rank hashes them.
+        # The initial models may be large, so only one rank hashes them.
         for model in given_models(s, self.base).values():
             key = models.commit_of(str(model)) or self.on_main(partial(hashes_of, model))
             self.keys[model] = key
         self.backends = self.config["backends"]
         if self.backends != ALL_BACKENDS:
             self.print(f"{self.base}: {self.backends}")
-        # Prefix sharing is used on a CPU only, because it saves matmuls. Matmuls take most of the
-        # time on a CPU. On a GPU, most of the time is spent on launching kernels.
+        # Prefix sharing saves matmuls, which take most of the time on a CPU. On a GPU, most of the
+        # time is spent on launching kernels.
         single_cpu = machine.ranks == 1 and machine.device.type == "cpu"
         self.shares_prefixes = single_cpu and "prefix_sharing" in self.backends["passes"]
         # The attention implementation of the loaded model, which `inference_copy` restores.
@@ -95,16 +89,15 @@ class Run(Phases):
 
     @property
     def expert_file(self) -> Path | None:
-        """The file of --experts, or None if the environment's scripted expert is used."""
+        """The file of --experts, or None for the environment's scripted expert."""
         return Path(self.settings.experts) if self.settings.experts else None
 
     # ............................................................................... training
 
     def load(self, folder: Path, groups: Sequence[Group] = ()):
-        """Loads a model, and returns it ready for training.
+        """Loads a model, and returns it ready for training on `groups`.
 
-        The groups are those that it will be trained on. They determine whether gradient
-        checkpointing is used, see `Machine.recomputes`.
+        The groups determine whether gradient checkpointing is used, see `Machine.recomputes`.
         """
         with agent_errors(self, folder):
             model = models.load(self.machine.accelerator, folder, self.machine.recomputes(groups),
@@ -122,14 +115,8 @@ class Run(Phases):
     ) -> torch.Tensor:
         """Returns log pi of all action tokens of the trajectories, (A,), in nats.
 
-        Except for rounding, the result is the same as that of `dpo.token_log_probs`. This method is
-        faster, because it runs in parallel on all ranks, or with prefix sharing on a CPU.
-
-        Args:
-            model: The model that defines the policy pi.
-            trajectories: The trajectories.
-            logits_processor: A function that is applied to the model's logits. pi is the softmax of
-                the processed logits, the same as in `dpo.token_log_probs`.
+        Except for rounding, the result is that of `dpo.token_log_probs`. This method is faster,
+        because it runs in parallel on all ranks, or with prefix sharing on a CPU.
         """
         if self.shares_prefixes:
             return prefix_sharing.log_probs(model, trajectories, self.shared_tokens,
@@ -142,18 +129,13 @@ class Run(Phases):
     def shared_tokens(self) -> int:
         """Maximum number of tokens in a forward pass with prefix sharing.
 
-        This maximum is 4 times `tokens_per_forward`, because the model computes only about a
-        quarter of the counted tokens. A shared prefix is counted once per trajectory, but the model
-        computes the prefix only once.
+        The model computes only about a quarter of the counted tokens, because a shared prefix is
+        counted once per trajectory.
         """
         return 4 * self.machine.tokens_per_forward
 
     def fits(self, trajectories: list[Trajectory]) -> bool:
-        """Returns True if one forward pass on each rank is enough for all these trajectories.
-
-        `dpo.train` calls this method to split a batch into micro-batches whose activations fit in
-        memory.
-        """
+        """Returns True if the trajectories fit in a micro-batch, one forward pass on each rank."""
         if self.shares_prefixes:
             return dpo.fits_in_pass(trajectories, self.shared_tokens)
         return fits_in_round(trajectories, self.machine.tokens_per_forward, self.machine.ranks)
@@ -178,13 +160,13 @@ class Run(Phases):
             log_probs: The same argument as in `dpo.train`. The default is `Run.log_probs`.
 
         Returns:
-            The trained model with its logs, and a dict for phases.json with the number of steps,
-            the number of tokens, and the loss and its terms in the first step (for example
-            `first_loss`) and in the last step (`loss`).
+            The trained model with its logs, and a dict for phases.json with the numbers of steps
+            and tokens, and the loss and its terms in the first step (such as `first_loss`) and in
+            the last step (such as `loss`).
         """
         s = self.settings
-        # `check_trainable` may raise an error, for example if a user has edited a trajectory file.
-        # The error message then starts with the name of the output.
+        # An error, for example after an edit of a trajectory file, starts with the name of the
+        # output.
         with prefix_errors(self.name):
             dpo.check_trainable(model, steps)
         optimizer = dpo.adamw(model, s.weight_decay)
@@ -203,8 +185,6 @@ class Run(Phases):
         if margins:
             logs["margins.jsonl"] = margins
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
-        # The loss and its terms. The names of the values in the first step start with "first_". The
-        # names of the values in the last step have no prefix.
         losses = {}
         for name in lines[0]:
             if name not in ("step", "lr", "norm", "kinds"):
@@ -212,7 +192,7 @@ class Run(Phases):
         return Trained(model, logs), dict(steps=len(lines), **losses, tokens=tokens)
 
     def is_close(self, loss: float, expected: float) -> bool:
-        """Returns True if a loss differs from the expected one by no more than rounding may cause.
+        """Returns True if a loss is the expected one except for rounding.
 
         In bf16, the log-probability of a trajectory depends on its batch by several tenths of nats.
         """
@@ -230,8 +210,7 @@ class Run(Phases):
         """Runs episodes in parallel. The episodes are distributed equally over the ranks.
 
         Args:
-            agent: The model that acts in the episodes, given as its folder, or as the model object
-                that is being trained.
+            agent: The folder of a model, or the model object that is being trained.
             new: New trajectories. Their task, agent, iteration, rollout and seed are set. The
                 episodes fill in the other fields.
             temperature: The sampling temperature. With 0, decoding is greedy.
@@ -254,9 +233,6 @@ class Run(Phases):
 
     def inference_copy(self, agent):
         """Returns an unsharded model for inference, in bf16 if the run uses bf16 and else in fp32.
-
-        Args:
-            agent: The folder of a model, or the model object that is being trained.
         """
         dtype = torch.bfloat16 if self.machine.bf16 else torch.float32
         if not isinstance(agent, Path):
@@ -267,10 +243,7 @@ class Run(Phases):
             return models.read_model(agent, dtype, self.machine.device).eval()
 
     def slots(self, model) -> int:
-        """Returns the number of episodes that each rank runs in parallel.
-
-        On a GPU, the free memory limits this number.
-        """
+        """Returns the number of episodes that each rank runs in parallel."""
         s = self.settings
         if self.machine.device.type != "cuda":
             return s.slots or (64 if self.parameters < SMALL else 8)
@@ -281,7 +254,6 @@ class Run(Phases):
         return min(s.slots or limit, limit)
 
     def make_generator(self, model, temperature: float, slots: int) -> Callable:
-        """Returns a function that generates replies, see `engine.generation.make_generator`."""
         s = self.settings
         token_sampler = TokenSampler(self.encoder.sampler(temperature), self.encoder,
                                      self.env.stops)
@@ -293,9 +265,8 @@ class Run(Phases):
 def margins_of(steps: list[list[Group]]) -> list[dict]:
     """Returns the rows of margins.jsonl, one per pair.
 
-    A row identifies the pair, and has its statistics in the first and in the last optimiser step on
-    the pair. The statistics are log pi of the chosen trajectory, log pi of the rejected trajectory,
-    and the margin from `dpo.dpo_loss`, all in nats.
+    A row identifies the pair, and has its statistics (see `dpo.Pair.history`) in the first and in
+    the last optimiser step on the pair, in nats.
     """
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
@@ -308,15 +279,12 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
 
 
 def given_models(s, base: Path) -> dict[str, Path]:
-    """Returns the initial models of a run as a dict {command-line flag: path}."""
+    """Returns the initial models of a run, by command-line flag."""
     return {"--model": base} | ({"--failure-from": Path(s.failure_from)} if s.failure_from else {})
 
 
 def check_same_tokenizer(base: Path, encoder, agent: Path) -> None:
-    """Raises UsageError if the --failure-from agent has another tokenizer or chat template.
-
-    All agents of a run need the tokenizer and the chat template of the base model.
-    """
+    """Raises UsageError if the --failure-from agent has another tokenizer or chat template."""
     with models.named("--failure-from"):
         fingerprint = models.read_encoder(agent).fingerprint()
     if fingerprint != encoder.fingerprint():
@@ -325,10 +293,7 @@ def check_same_tokenizer(base: Path, encoder, agent: Path) -> None:
 
 
 def select_backends(s, base: Path, machine: Machine, encoder) -> dict:
-    """Returns the backends that give correct results for all initial models of a run.
-
-    The result has the same entries as the dict from `engine.self_check.select_backends`.
-    """
+    """Returns the backends that give correct results for all initial models of a run."""
     selected = []
     for flag, model in given_models(s, base).items():
         with models.named(flag):
@@ -342,7 +307,7 @@ def select_backends(s, base: Path, machine: Machine, encoder) -> dict:
 def model_backends(s, model: Path, machine: Machine, encoder) -> dict:
     """Returns the backends that give correct results for a model, see `engine.self_check`.
 
-    Raises UsageError if no generation backend is correct, or if transformers cannot save the model.
+    Raises UsageError if none does, or if transformers cannot save the model.
     """
     if model == models.MODELS["tiny"]:
         return ALL_BACKENDS
@@ -363,12 +328,7 @@ def model_backends(s, model: Path, machine: Machine, encoder) -> dict:
 
 @contextmanager
 def agent_errors(run: Run, agent):
-    """Adds a remedy to the UsageError that is raised when a model cannot be read.
-
-    The remedy is to delete the folder and rerun the command. The remedy is added only if this run
-    trained the model, because the run cannot train other models again. Other errors are raised
-    unchanged.
-    """
+    """Adds a remedy to a UsageError about a model that this run trained, and can train again."""
     try:
         yield
     except UsageError as error:

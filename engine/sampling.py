@@ -1,9 +1,7 @@
-"""Samples tokens from processed logits, and generates replies with `generate`.
+"""Samples tokens from processed logits, and generates replies with `generate` of transformers.
 
-`Sampler` defines the distribution that tokens are sampled from. `TokenSampler` samples one token
-for each reply of a batch. `generate_replies` generates whole replies with the `generate` method of
-transformers. `generate` works for all models. `engine.kv_cache` is faster, but does not support
-all models. Both `generate_replies` and `engine.kv_cache` use `TokenSampler`.
+`generate` works for all models. `engine.kv_cache` is faster, but does not support all models. Both
+use `TokenSampler`.
 
 Shapes: B replies are sampled together, and V is the vocabulary size. Log-probabilities are in nats.
 """
@@ -28,17 +26,15 @@ class Sampler:
     The distribution is softmax(logits / temperature), and the logits of suppressed tokens are -inf.
     With the default arguments, it is the model's own distribution over its whole vocabulary.
 
-    The GRPO loss also uses this distribution, so suppressed tokens have a probability of 0 in the
-    loss. With the model's own distribution, their probability could only grow. GRPO decreases the
-    probability of sampled tokens with a negative advantage, and thereby increases the probability
-    of all other tokens. GRPO cannot decrease the probability of tokens that are never sampled.
+    The GRPO loss also uses this distribution. With the model's own distribution, the probability of
+    suppressed tokens could only grow: GRPO decreases the probability of sampled tokens with a
+    negative advantage, and thereby increases that of all other tokens.
 
     Args:
         temperature: The sampling temperature. If it is 0, decoding is greedy.
         suppressed_ids: The token ids that are never sampled, such as special tokens.
-        vocabulary_size: The number of token ids in use. If the model has more logits than
-            `vocabulary_size`, the extra ids are suppressed, too, unless `suppressed_ids` is empty.
-            By default, all logits are used.
+        vocabulary_size: The number of token ids in use. If the model has more logits, the extra ids
+            are suppressed, too, unless `suppressed_ids` is empty. By default, all logits are used.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
@@ -47,18 +43,11 @@ class Sampler:
         self.suppressed_ids = suppressed_ids
         self.vocabulary_size = vocabulary_size
         # Cached tensors of all suppressed ids, by (device, V). Without this cache, each sampling
-        # step copies the ids to the GPU again, and each copy is a host-device synchronisation.
+        # step copies the ids to the GPU again, which is a host-device synchronisation.
         self.index = {}
 
     def process_logits(self, logits: Tensor) -> Tensor:
-        """Applies the temperature to the logits, and sets the logits of suppressed ids to -inf.
-
-        Args:
-            logits: The logits of a model, (..., V).
-
-        Returns:
-            The processed logits in fp32, (..., V). Their softmax is the sampling distribution.
-        """
+        """Returns processed logits, (..., V) fp32: their softmax is the sampling distribution."""
         logits = in_fp32(logits)
         if self.temperature not in (0, 1):
             logits = logits / self.temperature
@@ -67,8 +56,7 @@ class Sampler:
         key = logits.device, logits.shape[-1]
         if key not in self.index:
             beyond = range(self.vocabulary_size or key[1], key[1])
-            # The first call may happen in inference mode. Tensors that are created in inference
-            # mode cannot be used in training later, so inference mode is disabled here.
+            # Tensors that are created in inference mode cannot be used in training later.
             with torch.inference_mode(False):
                 self.index[key] = torch.tensor([*self.suppressed_ids, *beyond],
                                                device=logits.device)
@@ -78,8 +66,8 @@ class Sampler:
 @dataclass
 class Reply:
     """A reply that is being sampled."""
-    # The random number generator of the episode. Each episode has its own generator, so the random
-    # numbers of an episode do not depend on the other episodes in the batch.
+    # The random number generator of the episode. Its random numbers do not depend on the other
+    # episodes in the batch.
     rng: random.Random
     ids: Ids = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)  # of each id; empty at temperature 0
@@ -89,10 +77,7 @@ class Reply:
 class TokenSampler:
     """Samples the next token for each reply in a batch.
 
-    Args:
-        sampler: The sampling distribution.
-        encoder: An `engine.chat.Encoder`, which decodes tokens to find stop strings.
-        stops: The stop strings. A reply ends after a stop string or an end-of-turn token.
+    A reply ends after one of the strings `stops`, or after an end-of-turn token.
     """
 
     def __init__(self, sampler: Sampler, encoder, stops: tuple[str, ...]):
@@ -111,14 +96,14 @@ class TokenSampler:
             logits: The logits of the next token of each reply, (B, V).
 
         Returns:
-            The sampled token ids, (B, 1). Replies that are done get the end-of-turn token.
+            The token ids, (B, 1). Replies that are done get the end-of-turn token.
         """
         log_p = self.sampler.process_logits(logits).log_softmax(-1)               # (B, V)
         u = self.uniform(replies).to(log_p.device, non_blocking=True)             # (B, 1)
         if self.sampler.temperature > 0:
             # Inverse transform sampling: choose the first token at which the cumulative
-            # distribution function (CDF) exceeds u. The last value of the CDF may differ from 1
-            # because of rounding errors, so u is multiplied by this value.
+            # distribution function (CDF) exceeds u. Rounding may make the last value of the CDF
+            # differ from 1, so u is multiplied by this value.
             cdf = log_p.exp().double().cumsum(-1)                                 # (B, V)
             tokens = (cdf <= cdf[:, -1:] * u).sum(-1, keepdim=True)               # (B, 1)
         else:
@@ -132,15 +117,11 @@ class TokenSampler:
         return tokens
 
     def uniform(self, replies: list[Reply]) -> Tensor:
-        """Draws a uniform random number in [0, 1) for each reply.
+        """Draws a uniform random number in [0, 1) for each reply, (B, 1).
 
-        No number is drawn for a reply that is done. Otherwise the later turns of its episode would
-        depend on the lengths of the other replies in the batch. At temperature 0, no numbers are
-        drawn, because greedy decoding does not need random numbers.
-
-        Returns:
-            The random numbers, (B, 1). The value is -1 for replies that are done, and 0 for other
-            replies at temperature 0.
+        The value is -1 for a reply that is done. If a number were drawn for it, the later turns of
+        its episode would depend on the lengths of the other replies in the batch. At temperature 0,
+        the value for other replies is 0.
         """
         numbers = []
         for reply in replies:
@@ -153,7 +134,6 @@ class TokenSampler:
         return torch.tensor(numbers, dtype=torch.float64)[:, None]
 
     def add(self, reply: Reply, token: int, log_prob: float) -> None:
-        """Appends a token to a reply, and marks the reply as done if this token ends the reply."""
         if not math.isfinite(log_prob):
             raise FloatingPointError("the model's logits are not finite")
         reply.ids.append(token)
@@ -165,22 +145,18 @@ class TokenSampler:
         """Returns True if the last token of a reply completes a stop string.
 
         For speed, the reply is only decoded if the last token contains the last character of a stop
-        string. Few tokens contain such a character.
-
-        Args:
-            ids: The token ids of the reply so far.
+        string, as few tokens do.
         """
         last = ids[-1]
         if last not in self.may_end:
-            # A token may contain only some bytes of a character. Its decoded text then contains
-            # U+FFFD (REPLACEMENT CHARACTER). Such a token might complete any stop string.
+            # A token with only some bytes of a character, which is decoded as U+FFFD (REPLACEMENT
+            # CHARACTER), might complete any stop string.
             text = self.encoder.decode([last])
             self.may_end[last] = any(s[-1] in text or "\N{REPLACEMENT CHARACTER}" in text
                                      for s in self.stops)
         if not self.may_end[last]:
             return False
-        # A stop string of n ASCII characters has at most n tokens, because each of its tokens has
-        # at least one character. The loop below decodes the last n + 1 tokens. The first of them is
+        # A stop string of n ASCII characters has at most n tokens. One more token is decoded as
         # context, because some tokenizers remove a space at the start of a decoded text.
         return any(stop in self.encoder.decode(ids[-len(stop) - 1:]) for stop in self.stops)
 
@@ -203,17 +179,15 @@ def generate_replies(
     """Generates a reply to each conversation with the `generate` method of transformers.
 
     Args:
-        model: A causal language model.
-        token_sampler: A `TokenSampler`, which samples the tokens of the replies.
         max_new_tokens: The maximum number of tokens in a reply.
         conversations: A list of pairs: the token ids of a conversation, and the random number
             generator of its episode.
         single: If true, the batch size is 1. Otherwise all conversations form one batch.
 
     Returns:
-        A list with a pair for each conversation: the token ids of the reply, and the
-        log-probability of each token under the sampling distribution, in nats. At temperature 0,
-        the list of log-probabilities is empty.
+        A pair for each conversation: the token ids of the reply, and the list of their
+        log-probabilities under the sampling distribution, in nats. The list is empty at temperature
+        0.
     """
     batch_size = 1 if single else len(conversations)
     end = token_sampler.encoder.end_of_turn
@@ -239,9 +213,8 @@ def generate_replies(
 class SampledTokenProcessor(transformers.LogitsProcessor):
     """A logits processor that makes `generate` output the tokens sampled by a `TokenSampler`.
 
-    `generate` runs with greedy decoding. The processor samples a token for each reply. It sets the
-    logit of this token to 0, and all other logits to -inf. Greedy decoding then always chooses the
-    sampled token.
+    It sets the logit of the sampled token to 0, and all other logits to -inf, so that greedy
+    decoding chooses the sampled token.
     """
 
     def __init__(self, token_sampler: TokenSampler, replies: list[Reply]):

@@ -1,8 +1,7 @@
 """Numerical self-check: selects the fastest backends that compute correct log-probabilities.
 
 A backend is one of several implementations of generation or of forward passes, such as "kv_cache".
-Not every model works with every backend. A new run therefore checks each of its models, and stores
-the selected backends in config.json.
+Not every model works with every backend.
 """
 
 import random
@@ -22,16 +21,14 @@ from engine.sampling import Sampler, TokenSampler
 TOLERANCE = 1e-3
 SHORT_TOKENS = 24  # maximum number of tokens in the short test sequence
 REPLY_TOKENS = 6   # number of tokens in a test reply
-# The backends for forward passes, which compute the log-probabilities of trajectories:
-# "prefix_sharing" (see `engine.prefix_sharing`), and "padded" (see `engine.forward_passes`), which
-# uses padded batches. If a model supports neither backend, its forward passes use batch size 1.
+# The backends for forward passes: "prefix_sharing" (see `engine.prefix_sharing`), and "padded",
+# which uses padded batches. If a model supports neither, its forward passes use batch size 1.
 PASS_BACKENDS = ("prefix_sharing", "padded")
-# If a model does not support a backend, the model's code raises one of these errors. Disk errors
-# (OSError) are not in the list, because they do not depend on the backend.
+# The errors that a model raises if it does not support a backend.
 MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 RuntimeError, TypeError, ValueError)
-# Errors of the GPU: it is out of memory, or its driver fails. They are subclasses of RuntimeError,
-# which is in MODEL_ERRORS. Therefore, MACHINE_ERRORS have to be caught before MODEL_ERRORS.
+# Errors of the GPU, out of memory or of its driver. They are subclasses of RuntimeError, so they
+# have to be caught before MODEL_ERRORS.
 MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -44,9 +41,8 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
     Typical bugs are models that attend to padding tokens, and models that compute wrong results
     with a KV cache or for long sequences.
 
-    During the check, the model is in fp32, because rounding errors in bf16 would hide bugs. In
-    bf16, rounding changes the log-probability of a token by 0.04 to 0.06 nats. Some bugs change the
-    log-probability by less.
+    The check runs in fp32. In bf16, rounding changes the log-probability of a token by 0.04 to
+    0.06 nats, which is more than some bugs do.
 
     Args:
         model: A causal language model. Its weights stay in fp32 after the check. Its attention
@@ -61,8 +57,7 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
         of PASS_BACKENDS.
 
     Raises:
-        UsageError: No backend for generation is correct. GPU and out-of-memory errors are not
-            converted to UsageError.
+        UsageError: No backend for generation is correct.
     """
     model.float()
     attention = model.config._attn_implementation
@@ -93,15 +88,10 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
 
 
 def backend_error(check: Callable) -> tuple[float, str]:
-    """Runs the check of a backend, and handles exceptions.
+    """Returns the numerical error of a backend, in nats per token, and an empty string.
 
-    Args:
-        check: A function without arguments that runs a backend and returns its numerical error.
-
-    Returns:
-        A tuple of the numerical error, in nats per token, and an empty string. If the check raises
-        one of MODEL_ERRORS, the model does not support the backend. In this case, the numerical
-        error is infinity, and the string is the message of the exception.
+    If check() raises one of MODEL_ERRORS, the error is infinity, and the string is the message of
+    the exception.
     """
     try:
         return check(), ""
@@ -119,8 +109,8 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     1. A long sequence, which has almost `longest` tokens.
     2. Another long sequence. Its first third is the same as in sequence 1.
     3. A short sequence of at most SHORT_TOKENS tokens.
-    4. A sequence of a third of `longest` tokens, because some bugs only occur at medium lengths.
-       This sequence is left out if it is not longer than sequence 3.
+    4. A sequence of a third of `longest` tokens if it is longer than sequence 3, because some bugs
+       only occur at medium lengths.
 
     No other lengths are tested, because some models change their position embeddings beyond a
     certain length (LongRoPE). If a test sequence grows beyond this length while its replies are
@@ -136,24 +126,15 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
 
 
 def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
-    """Returns the token ids that are suppressed during the check.
-
-    The end-of-turn token is suppressed, too, so that all test replies have the full length.
-    """
+    """Returns the suppressed ids and the end-of-turn token, so that all test replies are long."""
     return (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
 
 
 def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, backend: str) -> float:
     """Returns the numerical error of a backend for generation.
 
-    The backend generates two replies to each test sequence. Random tokens between the two replies
-    represent an observation. The log-probabilities that the backend returns are compared with the
-    log-probabilities of a plain forward pass.
-
-    Args:
-        model, encoder, longest: The same as in `select_backends`.
-        sequences: The test sequences from `random_sequences`.
-        backend: The name of the backend, one of REPLY_BACKENDS.
+    The backend generates two replies to each test sequence, with random tokens between them as an
+    observation. Its log-probabilities are compared with those of a plain forward pass.
 
     Returns:
         The mean absolute error per token, in nats, for the sequence with the largest error.
@@ -180,13 +161,8 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
 def pass_error(model, sequences: list[Ids], passes: str) -> float:
     """Returns the numerical error of a backend for forward passes.
 
-    The backend computes the log-probabilities of all test sequences in a single forward pass. The
-    results are compared with a plain forward pass for each sequence.
-
-    Args:
-        model: A causal language model.
-        sequences: The test sequences from `random_sequences`.
-        passes: The name of the backend, one of PASS_BACKENDS.
+    The backend computes the log-probabilities of all test sequences in a single forward pass, which
+    is compared with a plain forward pass for each sequence.
 
     Returns:
         The mean absolute error per token, in nats, for the sequence with the largest error.

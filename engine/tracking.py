@@ -1,7 +1,4 @@
-"""Writes the metrics of a run to metrics.jsonl and to an experiment tracker (wandb, tensorboard).
-
-`Run` logs the metrics of each training step and of each finished phase.
-"""
+"""Logs the metrics of a run to metrics.jsonl and to an experiment tracker (wandb, tensorboard)."""
 
 import json
 import sys
@@ -13,26 +10,17 @@ from common.files import whole_lines
 from common.settings import UsageError
 from engine.chat import first_line
 
-# Maps the names of training metrics to their names in an experiment tracker, which are TRL's names.
-# A metric that is not listed here has the same name in the tracker and in metrics.jsonl.
+# The names of training metrics in an experiment tracker, which are TRL's names.
 TRL_NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
          "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
          "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
 
 
 class Tracking:
-    """Logs the metrics of a run.
+    """Logs the metrics of a run to metrics.jsonl, and to an experiment tracker if it has a name.
 
-    Args:
-        accelerator: The Accelerator of the run, which sends metrics to the tracker.
-        folder: The folder of the run. The file metrics.jsonl is written there. The subfolder
-            `tracking` is for the files of the tracker.
-        name: The name of the experiment tracker, such as "tensorboard". With None, metrics are
-            written to metrics.jsonl only.
-        settings: The settings of the run. The tracker shows them as the configuration of the run.
-
-    Raises:
-        UsageError: accelerate does not support the tracker, it is not installed, or cannot start.
+    The tracker shows `settings` as the configuration of the run. Raises UsageError if accelerate
+    does not support the tracker, it is not installed, or cannot start.
     """
 
     def __init__(self, accelerator, folder: Path, name: str | None, settings: dict):
@@ -40,25 +28,24 @@ class Tracking:
         self.file = folder / "metrics.jsonl"
         if not accelerator.is_main_process:
             return
-        # The number of lines in metrics.jsonl. A resumed run appends to the existing file.
+        # The number of lines in metrics.jsonl, to which a resumed run appends.
         self.lines = len(whole_lines(self.file))
-        if name:
-            self.start(name, folder / "tracking", settings)
-
-    def start(self, name: str, folder: Path, settings: dict) -> None:
+        if not name:
+            return
+        tracking = folder / "tracking"
         try:
-            trackers = filter_trackers(name, str(folder))
+            trackers = filter_trackers(name, str(tracking))
         except ValueError as error:
             raise UsageError(f"--track {name}: {error}") from None
         if not trackers:
             raise UsageError(f"--track {name}: it is not installed; {sys.executable} -m pip "
                              f"install {name}")
-        self.accelerator.log_with = trackers
-        self.accelerator.project_configuration.set_directories(str(folder))
-        folder.mkdir(exist_ok=True)
+        accelerator.log_with = trackers
+        accelerator.project_configuration.set_directories(str(tracking))
+        tracking.mkdir(exist_ok=True)
         settings = {key: value for key, value in settings.items() if value is not None}
         try:
-            self.accelerator.init_trackers("coevolve", settings)
+            accelerator.init_trackers("coevolve", settings)
         except Exception as error:  # each tracker defines its own exception classes
             raise UsageError(f"--track {name}: it cannot start: {first_line(error)}; set it up, or "
                              "give --track tensorboard, which needs no account and no network"
@@ -67,13 +54,10 @@ class Tracking:
     def log(self, event: str, phase: str, numbers: dict) -> None:
         """Appends a line to metrics.jsonl, and sends its metrics to the tracker.
 
-        Only the main rank logs metrics. In the tracker, the name of a metric starts with the name
-        of the phase. The metrics of an evaluation are sent a second time, under a name that starts
-        with evaluate/AGENT/SPLIT. This name does not contain the phase, so that the tracker draws
-        one curve over all iterations.
-
-        The line number in metrics.jsonl is used as the step in the tracker. Therefore a resumed run
-        continues the existing curves.
+        In the tracker, the name of a metric starts with the name of the phase. The metrics of an
+        evaluation are sent a second time, under a name that starts with evaluate/AGENT/SPLIT, so
+        that the tracker draws one curve over all iterations. The number of a line is its step in
+        the tracker, so a resumed run continues the curves.
 
         Args:
             event: "train" for a training step, or "phase" for a finished phase.
@@ -95,10 +79,9 @@ class Tracking:
 
 
 def with_trl_names(line: dict) -> dict:
-    """Renames the metrics of a training step to the names that TRL uses, see TRL_NAMES.
+    """Renames the metrics of a training step to the names that TRL uses.
 
-    For example, `norm` becomes `grad_norm`. Metrics of one kind of pairs get the kind as a suffix,
-    for example `rewards/margins/expert>target`.
+    Metrics of one kind of pairs get the kind as a suffix, as in `rewards/margins/expert>target`.
     """
     renamed = {}
     for name, value in line.items():
@@ -115,10 +98,6 @@ def flatten(name: str, value) -> dict[str, float]:
     """Flattens nested dictionaries to a single dict {path: number}, with paths like "phase/loss".
 
     Values that are not numbers are left out.
-
-    Args:
-        name: The start of all paths.
-        value: A dictionary, or a single value.
     """
     if isinstance(value, dict):
         values = {}

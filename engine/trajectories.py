@@ -1,13 +1,11 @@
 """Reads and writes the trajectories and pairs of a run, in JSON lines format.
 
-Users may edit these files. Therefore each line is checked when it is read, and error messages
-contain the file and the line number.
+Users may edit these files, so each line is checked when it is read.
 """
 
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -17,9 +15,8 @@ from common.files import json_line, read_jsonl
 from common.settings import UsageError
 from dpo import Pair, Trajectory
 
-# The required fields and their types. PAIR_FIELDS is for a line in a pairs file, SIDE_FIELDS for
-# the entries `chosen` and `rejected` of such a line, and MESSAGE_FIELDS for a message in a
-# trajectory.
+# The required fields and their types: of a line in a pairs file, of the entries `chosen` and
+# `rejected` of such a line, and of a message in a trajectory.
 PAIR_FIELDS = dict(task=str, kind=str, chosen=dict, rejected=dict, weight=float, sft_weight=float)
 SIDE_FIELDS = dict(agent=str, iteration=int, rollout=int)
 MESSAGE_FIELDS = dict(role=str, content=str)
@@ -28,21 +25,19 @@ MESSAGE_FIELDS = dict(role=str, content=str)
 
 
 def write(file: Path, items: Iterable) -> None:
-    """Writes trajectories, pairs or dicts to a .jsonl file."""
     with open(file, "w") as lines:
         for item in items:
             lines.write(line_of(item))
 
 
 def line_of(item) -> str:
-    """Returns the line of a .jsonl file that contains a trajectory, a pair or a dict."""
     if isinstance(item, Pair):
         item = named(item) | dict(weight=item.weight, sft_weight=item.sft_weight)
     return json_line(item)
 
 
 def is_rows(value) -> bool:
-    """Returns True for a list of trajectories, pairs or dicts. The list may be empty."""
+    """Returns True for a list of trajectories, pairs or dicts, also for an empty list."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(
         isinstance(item, (Trajectory, Pair, dict)) for item in value)
 
@@ -50,8 +45,7 @@ def is_rows(value) -> bool:
 def content_hash(items: Iterable) -> str:
     """Returns the SHA-256 hash of the content of a list of trajectories, pairs or dicts.
 
-    For trajectories and dicts, it is the hash of the file that `write` writes. A line of a pairs
-    file only names two trajectories, so the hash of pairs also covers these trajectories.
+    It is the hash of the file that `write` writes, and of the trajectories that a pairs file names.
     """
     digest = hashlib.sha256()
     hashes = {}  # id of a trajectory -> hash of its line, because it may be in several pairs
@@ -71,17 +65,16 @@ def content_hash(items: Iterable) -> str:
 def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> list:
     """Reads the trajectories, pairs or dicts in a .jsonl file.
 
+    Raises UsageError with the file and the line if a line is not valid.
+
     Args:
-        file: The file.
         inputs: Values that contain the trajectories that a pairs file names.
         vocabulary: The vocabulary size. Token ids must be below it.
-
-    Raises UsageError with the file and the line if a line is not valid.
     """
     items = []
     by_name = None  # the trajectories in `inputs`, by name
     for n, row in enumerate(read_jsonl(file), 1):
-        with naming_line(file, n):
+        try:
             if "chosen" in row:
                 if by_name is None:
                     by_name = trajectories_by_name(trajectories_in(inputs))
@@ -90,11 +83,14 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
                 items.append(trajectory_of(row, vocabulary))
             else:
                 items.append(row)
+        except ValueError as error:
+            raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file and "
+                             "rerun the same command to make it again") from None
     return items
 
 
 def trajectories_in(value) -> Iterable[Trajectory]:
-    """Yields all trajectories in lists of trajectories, lists of pairs, and lists of such lists."""
+    """Yields all trajectories in lists of trajectories, of pairs, and of such lists."""
     if isinstance(value, Trajectory):
         yield value
     elif isinstance(value, Pair):
@@ -107,18 +103,7 @@ def trajectories_in(value) -> Iterable[Trajectory]:
             yield from trajectories_in(part)
 
 
-@contextmanager
-def naming_line(file: Path, n: int):
-    """Turns a ValueError into a UsageError whose message starts with the file and line number."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file and "
-                         "rerun the same command to make it again") from None
-
-
 def trajectory_of(row: dict, vocabulary: float) -> Trajectory:
-    """Converts a parsed JSON line to a trajectory. Raises ValueError if a field is not valid."""
     kind = Trajectory
     additional = row.keys() - Trajectory.__annotations__.keys()
     for subclass in Trajectory.__subclasses__():  # for example `evolve.Explored`
@@ -150,7 +135,6 @@ def trajectory_of(row: dict, vocabulary: float) -> Trajectory:
 
 
 def check_types(row: dict, types: dict) -> None:
-    """Raises ValueError if a field is missing or has the wrong type."""
     for name, kind in types.items():
         if name not in row:
             raise ValueError(f"{name!r} is missing")
@@ -188,10 +172,7 @@ def describe(name: tuple) -> str:
 
 
 def named(pair: Pair) -> dict:
-    """Returns a dict that identifies a pair: its task, its kind, `chosen` and `rejected`.
-
-    `chosen` and `rejected` contain the name and the reward of a trajectory.
-    """
+    """Returns a dict with the task and kind of a pair, and the names and rewards of both sides."""
     sides = {}
     for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():
         sides[side] = dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
@@ -200,15 +181,10 @@ def named(pair: Pair) -> dict:
 
 
 def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
-    """Converts a parsed line of a pairs file to a pair.
+    """Converts a line of a pairs file to a pair of two of the trajectories `by_name`.
 
-    Args:
-        row: The parsed line.
-        by_name: The trajectories by name.
-
-    Raises:
-        ValueError: The pair cannot be used for training. For example, one of its trajectories does
-            not exist or has no action tokens.
+    Raises ValueError if the pair cannot be used for training. For example, one of its trajectories
+    does not exist or has no action tokens.
     """
     check_types(row, PAIR_FIELDS)
     sides = []
@@ -230,10 +206,7 @@ def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
 
 
 def trajectories_by_name(trajectories: Iterable[Trajectory]) -> dict[tuple, Trajectory]:
-    """Returns a dict {name: trajectory}.
-
-    Raises ValueError if two different trajectories have the same name.
-    """
+    """Returns {name: trajectory}, and raises ValueError if two trajectories have the same name."""
     by_name = {}
     for t in trajectories:
         stored = by_name.setdefault(name_of(t), t)
@@ -244,9 +217,9 @@ def trajectories_by_name(trajectories: Iterable[Trajectory]) -> dict[tuple, Traj
 
 
 def check_pairs(items: list, inputs: Iterable) -> None:
-    """Checks that pairs can be read again, which needs the trajectories that their file names.
+    """Raises ValueError if a trajectory of a pair is not in `inputs`, or is a changed copy.
 
-    Raises ValueError if a trajectory of a pair is not in `inputs`, or is a changed copy.
+    The pairs could not be read again, because their file only names trajectories.
     """
     pairs = [item for item in items if isinstance(item, Pair)]
     known = trajectories_by_name(trajectories_in(inputs)) if pairs else {}

@@ -1,10 +1,8 @@
 """Finds and creates environments. Each folder next to this file contains one environment, which has
 the name of the folder.
 
-The file `__init__.py` of such a folder defines the class `Options`, the settings of the
-environment. The file imports only the standard library and this project, so reading the settings
-needs no extra package. `make` imports the packages that the environment itself needs. The functions
-below `make` are helpers that several environments share.
+The file `__init__.py` of such a folder defines the class `Options`. It imports no extra package.
+The packages that the environment itself needs are imported when the environment is created.
 """
 
 import re
@@ -17,9 +15,9 @@ from typing import ClassVar
 from common.settings import Stated, UsageError
 from envs import Environment, Step, Stuck
 
-# The names of all environments. The commands accept these names.
 ENVIRONMENTS = tuple(sorted(
     file.parent.name for file in Path(__file__).parent.glob("*/__init__.py")))
+MYSQL_ADDRESS = "mysql://user@host:port, with the password in MYSQL_PWD"
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,11 @@ class Options(Stated):
 
     A subclass adds settings and defines the method make(view), which returns the `Environment`.
     """
-    # "eto" runs episodes in the same way as ETO's code, see eto_protocol.py.
+    # Only the environments of eto_protocol.py have another protocol.
     protocol: ClassVar[str] = "ours"
+
+    def in_protocol(self, env: Environment, examples: int) -> Environment:
+        return env
 
     @staticmethod
     def scenario(task: str) -> str | None:
@@ -49,36 +50,28 @@ def environment(name: str) -> type[Options]:
 
 
 def make(name: str, view: str = "full", examples: int = 1, **options) -> Environment:
-    """Creates the environment called `name`, and returns it.
+    """Creates an environment and returns it.
 
     Args:
-        name: The name, one of ENVIRONMENTS.
+        name: One of ENVIRONMENTS.
         view: "full" for the environment's official texts, or "short" for shorter texts.
-        examples: The number of example conversations in the prompt. It is only used with
-            protocol="eto", because our own prompts contain no examples.
+        examples: The number of example conversations in the prompt with protocol="eto". Our own
+            prompts contain no examples.
         options: Values for the fields of the environment's `Options`.
     """
     settings = environment(name)(**options)
-    env = settings.make(view)
-    if settings.protocol == "eto":
-        from environments.eto_protocol import in_eto_protocol
-        return in_eto_protocol(env, settings.prompts, examples)
-    return env
+    return settings.in_protocol(settings.make(view), examples)
 
 
 def converse(env: Environment, observation: str,
              act: Callable[[str], str]) -> tuple[list[dict], float]:
-    """Plays an episode. Calls `act` with each observation, and passes the reply to the environment.
+    """Plays an episode, and returns its messages up to the last reply, and its reward.
 
     Args:
         env: The environment, after a call of `reset` or `start`.
-        observation: The observation that `reset` or `start` returned.
-        act: A function that takes an observation and returns a reply. The function raises Stuck or
-            StopIteration if it has no further reply.
-
-    Returns:
-        The messages of the episode, and its reward. The messages end with the last reply. If `act`
-        raises Stuck or StopIteration, the episode ends there with a reward of 0.
+        observation: The first observation.
+        act: A function that takes an observation and returns a reply. If it raises Stuck or
+            StopIteration, the episode ends there with a reward of 0.
     """
     messages = env.opening(observation)
     for turn in range(1, env.max_turns + 1):
@@ -96,8 +89,7 @@ def converse(env: Environment, observation: str,
 
 
 def replay(env: Environment, task, replies: list[str]) -> list[Step]:
-    """Plays an episode of a task's value with fixed replies, until the episode or the list ends.
-    Returns the steps."""
+    """Plays an episode of a task's value with fixed replies, and returns the steps."""
     env.start(task)
     steps = []
     for reply in replies[:env.max_turns]:
@@ -108,11 +100,7 @@ def replay(env: Environment, task, replies: list[str]) -> list[Step]:
 
 
 def saying(replies: Iterable[str]) -> Callable[[str], str]:
-    """Returns an agent that gives a fixed list of replies.
-
-    The agent is a function that ignores the observation and returns the next reply. After the last
-    reply, the function raises StopIteration. The agent can be used as `act` in `converse`.
-    """
+    """Returns an agent for `converse` that ignores the observations and gives these replies."""
     remaining = iter(replies)
     return lambda observation: next(remaining)
 
@@ -120,14 +108,9 @@ def saying(replies: Iterable[str]) -> Callable[[str], str]:
 def first_reply(messages: list[dict], turns: int) -> int:
     """Returns the index of the message that contains the agent's first reply.
 
-    The opening of an episode may also contain assistant messages: the "OK" after the rules, and the
-    replies in the example conversations. The agent's own replies are the last `turns` assistant
-    messages. If there are fewer than `turns` assistant messages, or if `turns` is 0, the function
-    returns len(messages).
-
-    Args:
-        messages: All messages of an episode.
-        turns: The number of replies that the agent gave.
+    With --protocol eto, the opening of an episode also contains assistant messages. The agent's own
+    replies are therefore the last `turns` assistant messages. Returns len(messages) if `turns` is 0
+    or if there are fewer than `turns` assistant messages.
     """
     replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     return replies[-turns] if 0 < turns <= len(replies) else len(messages)
@@ -151,16 +134,12 @@ def is_web_address(text: str) -> bool:
     return bool(re.fullmatch(f"https?://{host}{port}{path}", text))
 
 
+def is_mysql_address(text: str) -> bool:
+    """Returns True if the text has the form mysql://user@host or mysql://user@host:port."""
+    match = re.fullmatch(r"mysql://[^:@/\s]+@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
+    return bool(match) and 0 < int(match[1] or 3306) < 65536
+
+
 def with_pairs(names: list[str]) -> set[str]:
-    """Returns a set of all names and all pairs of consecutive names. A pair is a string such as
-    "a, b" for the names a and b."""
+    """Returns a set of all names and all pairs of consecutive names, such as "a, b"."""
     return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
-
-
-def leaves(value) -> list:
-    """Returns all strings and numbers in a JSON value, including those in nested lists and
-    objects."""
-    if isinstance(value, (dict, list)):
-        items = value.values() if isinstance(value, dict) else value
-        return [leaf for item in items for leaf in leaves(item)]
-    return [] if value is None or isinstance(value, bool) else [value]

@@ -1,16 +1,9 @@
 """Runs episodes in the same way as the code of ETO or IPR (--protocol eto).
 
-The table shows which environments each repository has. For InterCodeSQL we follow the code of IPR.
-For WebShop and ScienceWorld we follow the code of ETO.
-
-    Yifan-Song793/ETO   WebShop and ScienceWorld      (Song et al. 2024)
-    WeiminXiong/IPR     WebShop and InterCodeSQL      (Xiong et al. 2024)
-
-The prompts are read from the user's copy of one of these repositories. The class `EtoEnvironment`
-wraps one of our environments and changes the messages of its episodes. The first message contains
-only the rules. The next messages are example conversations, and then the task follows. Every
-observation starts with a heading such as "Observation: ". The action is the text after the first
-"Action: ". The table in environments/README.md lists all differences from our own protocol.
+WebShop and ScienceWorld follow the code of ETO (Yifan-Song793/ETO, Song et al. 2024). InterCodeSQL
+follows the code of IPR (WeiminXiong/IPR, Xiong et al. 2024). The prompts are read from the user's
+copy of one of these repositories. The table in environments/README.md lists all differences from
+our own protocol.
 """
 
 import re
@@ -26,8 +19,7 @@ from envs import Environment, Step
 
 @dataclass(frozen=True)
 class ProtocolOptions(Options):
-    """Settings of WebShop, ScienceWorld and InterCodeSQL, which are the environments of ETO and
-    IPR."""
+    """Settings of the environments of ETO and IPR."""
     # Prompt, messages, rules, stop strings and rewards of the episodes: "ours" for those of this
     # project, or "eto" for those of ETO's code (of IPR's code in InterCodeSQL). "eto" also changes
     # the defaults of lengths, learning rate and temperature to those of that code [ours]
@@ -46,26 +38,42 @@ class ProtocolOptions(Options):
             (eto and s.method in ("grpo", "evolve"), f"--protocol eto --method {s.method}",
              "the explorers of this method need this project's texts; leave out one of the two")]
 
+    def in_protocol(self, env, examples):
+        if self.protocol == "ours":
+            return env
+        wrapper, stem = WRAPPERS[env.name]
+        instruction_file = f"instructions/{stem}_inst.txt"
+        examples_file = f"icl_examples/{stem}_icl.json"
+        must = (f"ETO's or IPR's eval_agent/prompt, with a text in {instruction_file} and a JSON "
+                f"list of {examples} conversations or more in {examples_file}")
+        with reading(f"--prompts {self.prompts}", must):
+            instruction = Path(self.prompts, instruction_file).read_text(encoding="utf-8")
+            conversations = []
+            if examples:
+                conversations = read_json(Path(self.prompts, examples_file))[:examples]
+            if len(conversations) < examples:
+                raise ValueError(f"{examples_file} has {len(conversations)} conversations")
+            for conversation in conversations:
+                for message in conversation:
+                    text_in(message["content"])
+        return wrapper(env, instruction, conversations)
+
 
 class EtoEnvironment:
     """Wraps one of our environments so that its episodes are the same as in ETO's code.
 
-    Every attribute that this class does not define is looked up in the wrapped environment.
+    Args:
+        inner: The environment to wrap. It has every attribute that this class does not define.
+        instruction: The first message to the agent, which states the rules.
+        examples: The example conversations. The prompt contains them when the agent acts, but not
+            when it is trained.
     """
     stops = ("\nObservation:", "\nTask:", "\n---")
     heading = "Observation: "
-    # ETO's code returns this observation after a reply without an action. The text is copied
-    # verbatim.
+    # ETO's observation after a reply without an action, copied verbatim
     no_action = "Invalid format. The input must contains 'Action: '"
 
     def __init__(self, inner: Environment, instruction: str, examples: list[list[dict]]):
-        """
-        Args:
-            inner: The environment to wrap.
-            instruction: The first message to the agent, which states the rules.
-            examples: The example conversations. The prompt contains them when the agent acts, but
-                not when it is trained.
-        """
         self.inner = inner
         self.inner.action = self.action  # makes the inner `step` parse replies as in ETO's code
         self.instruction = instruction
@@ -80,10 +88,7 @@ class EtoEnvironment:
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """Returns the first messages of an episode: the instruction, the reply "OK", the example
-        conversations and the task.
-
-        With playing=False, the function returns the messages for training. These messages contain
-        no examples, and the task has no heading.
+        conversations and the task. In training, the examples and the task's heading are left out.
         """
         messages = [{"role": "user", "content": self.instruction},
                     {"role": "assistant", "content": "OK"}]
@@ -94,11 +99,8 @@ class EtoEnvironment:
         return [*messages, {"role": "user", "content": observation}]
 
     def action(self, reply: str) -> str | None:
-        """Returns all text after the first "Action: ", or None if the reply has no "Action: ".
-
-        If a reply contains several actions, the result contains all of them, because ETO's code
-        also returns all text after the first "Action: ".
-        """
+        """Returns all text after the first "Action: ", as in ETO's code. If a reply contains
+        several actions, the text contains all of them."""
         match = re.search(r"Action: (.*)", reply.strip(), re.S)
         return match[1] if match else None
 
@@ -109,13 +111,9 @@ class EtoEnvironment:
         return replace(step, observation=self.heading + step.observation)
 
     def without_action(self) -> Step:
-        """Returns the result of a reply that contains no action. The observation is an error
-        message, and the reward is 0."""
         return Step(f"Observation: {self.no_action}", 0.0, False, idle=True)
 
     def expert(self):
-        """Returns the scripted expert of the wrapped environment. The expert gets the observations
-        without their heading."""
         act = self.inner.expert()
         return lambda observation: act(without_heading(observation))
 
@@ -130,15 +128,14 @@ class EtoShop(EtoEnvironment):
 
 
 class EtoScienceWorld(EtoEnvironment):
-    """Wraps ScienceWorld so that its rewards are the same as in ETO's code.
+    """Wraps ScienceWorld. The reward is the highest score so far.
 
-    The reward is the highest score so far. The highest score starts at -1 instead of 0, so a wrong
-    `focus on` as the first action gives the reward -1. A reply without an action resets the highest
-    score to 0.
+    The highest score starts at -1, so a wrong `focus on` as the first action gives the reward -1. A
+    reply without an action resets the highest score to 0.
     """
 
-    def start(self, what) -> str:
-        description = self.inner.start(what)
+    def start(self, task) -> str:
+        description = self.inner.start(task)
         self.inner.reached = -1.0
         return f"Task Description:\n{description}"
 
@@ -148,10 +145,9 @@ class EtoScienceWorld(EtoEnvironment):
 
 
 class EtoInterCodeSQL(EtoEnvironment):
-    """Wraps InterCodeSQL so that its episodes are the same as in IPR's code.
+    """Wraps InterCodeSQL. The reward can be negative, and most error messages end with a newline.
 
-    The reward can be negative, and most error messages end with a newline. The action is extracted
-    from a reply in the same way as in our own protocol.
+    The action is parsed as in our own protocol.
     """
     no_action = (
         "I don't understand your input.\n Your input shoud include the key world \"Action:\".\n If "
@@ -172,42 +168,11 @@ class EtoInterCodeSQL(EtoEnvironment):
         return step
 
 
-# This dict maps the name of an environment to its wrapper class, and to the start of the names of
-# its files in the prompt folder.
+# {name of an environment: (its wrapper, start of the names of its files in the prompt folder)}
 WRAPPERS = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
             "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
 
 
-def in_eto_protocol(env: Environment, folder: str, examples: int) -> EtoEnvironment:
-    """Wraps an environment so that its episodes are the same as in ETO's or IPR's code.
-
-    Args:
-        env: One of our environments, in the full view.
-        folder: A copy of the folder eval_agent/prompt from ETO's or IPR's repository.
-        examples: The number of example conversations to read from the folder. The prompt contains
-            these examples when the agent acts.
-
-    Raises:
-        UsageError: If a file is missing or malformed, or if there are fewer than `examples`
-            example conversations.
-    """
-    wrapper, stem = WRAPPERS[env.name]
-    instruction_file = f"instructions/{stem}_inst.txt"
-    examples_file = f"icl_examples/{stem}_icl.json"
-    must = (f"ETO's or IPR's eval_agent/prompt, with a text in {instruction_file} and a JSON list "
-            f"of {examples} conversations or more in {examples_file}")
-    with reading(f"--prompts {folder}", must):
-        instruction = Path(folder, instruction_file).read_text(encoding="utf-8")
-        conversations = read_json(Path(folder, examples_file))[:examples] if examples else []
-        if len(conversations) < examples:
-            raise ValueError(f"{examples_file} has {len(conversations)} conversations")
-        for conversation in conversations:
-            for message in conversation:
-                text_in(message["content"])
-    return wrapper(env, instruction, conversations)
-
-
 def without_heading(observation: str) -> str:
-    """Removes the heading "Observation:" or "Task Description:" from the start of an observation.
-    ETO's and IPR's code writes such headings."""
+    """Removes the heading that ETO's and IPR's code writes before an observation."""
     return re.sub(r"^(Observation|Task Description):\s*", "", observation)

@@ -1,10 +1,8 @@
 """Reads expert trajectories (demonstrations) from a file.
 
-The file has one of two formats. ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish expert
-trajectories as a JSON list. The code below calls these trajectories "published". A run of this
-project writes its trajectories as JSON lines. The opening of a trajectory is its prompt and its
-first observation. The opening of each expert trajectory must be the same as in an episode of our
-environment. If the openings differ, `experts` raises UsageError, because the trajectory then
+The file is a JSON list, as ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish it, or has
+JSON lines, as a run of this project writes them. The opening of a trajectory is its prompt and its
+first observation. It must be the same as in an episode of our environment. Otherwise the trajectory
 belongs to another task.
 """
 
@@ -24,33 +22,26 @@ from envs import Environment
 MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajectories (task, "
         "messages of role and content, reward; experts.jsonl, for example), of this environment's "
         "tasks")
-# A run writes these additional fields for each trajectory. This module uses only "turns" and
-# "ended", and ignores the others.
+# Other fields of a run's trajectories. Only "turns" and "ended" are used here.
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
           "turns", "idle", "ended", "signal")
-# This dict maps the role in a file to the role in a chat template, for both file formats.
+# {role in a file of either format: role in a chat template}
 ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
 def experts(env: Environment, file: str | None, count: int, dropped: Counter | None = None,
             report: Callable[[str], None] = print) -> Iterator[tuple[str, list[dict], float]]:
-    """Yields expert trajectories, from a file or from the environment's scripted expert.
+    """Yields expert trajectories as (task id, messages, reward).
+
+    A file may contain several trajectories of the same task.
 
     Args:
         env: The environment.
-        file: The path of the file, or None for the scripted expert.
+        file: The path of the file, or None for the scripted expert. If that gets stuck, the reward
+            is 0.
         count: The number of tasks to use, or 0 for all tasks.
-        dropped: A counter {reason: number of entries}. The function adds 1 for each entry that it
-            leaves out.
+        dropped: A counter {reason: number of entries} of the entries that are left out.
         report: A function that prints a line for the user.
-
-    Yields:
-        (task id, messages, reward). The reward is 0 if the scripted expert gets stuck. A file may
-        contain several trajectories of the same task.
-
-    Raises:
-        UsageError: If an entry of the file is malformed, or if the opening of the entry differs
-            from the opening of the same task in our environment.
     """
     if not file:
         for task in env.tasks("train")[:count or None]:
@@ -69,10 +60,9 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
             continue
         difference = opening_difference(env, messages, env.reset(task))
         if difference:
-            theirs, ours = difference
             raise UsageError(f"--experts {file}: {task} is another task here. The openings differ, "
-                             f"in the file | here: {theirs!r} | {ours!r}; give the environment and "
-                             "the --view that these experts were made in, or experts of this one")
+                             f"in the file | here: {difference}; give the environment and the "
+                             "--view that these experts were made in, or experts of this one")
         yield task, messages, reward
 
 
@@ -83,20 +73,10 @@ def tasks_of(trajectories: list[tuple]) -> list[str]:
 
 def read_experts(path: str, env: Environment, report: Callable[[str], None] | None = None,
                  ) -> list[tuple[str, list[dict], float]]:
-    """Reads a file of expert trajectories.
+    """Reads a file of expert trajectories, and returns (task id, messages, reward) for each entry.
 
-    Args:
-        path: The path of the file.
-        env: The environment.
-        report: A function that prints a line for the user, or None to print nothing. The line is
-            printed if some entries have no reward, and contains the number of these entries.
-
-    Returns:
-        A list of (task id, messages, reward), one for each entry of the file. The messages are
-        empty if the context window of the rollout was full before the agent's first reply.
-
-    Raises:
-        UsageError: If the file or an entry is malformed. The message names the entry and the turn.
+    The messages are empty if the context window was full before the agent's first reply. `report`
+    prints the number of entries that have no reward.
     """
     with reading(f"--experts {path}", MUST):
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -120,9 +100,8 @@ def read_experts(path: str, env: Environment, report: Callable[[str], None] | No
 def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
     """Returns (task id, messages, reward) of an entry in either file format.
 
-    Raises:
-        ValueError: If the entry is not an expert trajectory of this environment. If a value in the
-            entry has the wrong type, any other exception in `user_files.FAULTS` may be raised.
+    Raises an exception in `user_files.FAULTS` if the entry is not an expert trajectory of this
+    environment.
     """
     # 1. Read the task, the messages and the reward, from either file format.
     if "conversations" in entry:
@@ -154,16 +133,14 @@ def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
 
 
 def never_replied(row: dict) -> bool:
-    """Returns True if a trajectory of a run has no reply, because its context window was already
-    full before the first reply."""
+    """Returns True if the context window of a rollout was full before the first reply."""
     return row.get("ended") == "context_limit" and row.get("turns") == 0
 
 
 def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a required field is missing, or if the row has an unknown field.
 
-    An unknown field is an error, because the field may change the meaning of a trajectory. For
-    example, it may mark messages that the model should not be trained on.
+    An unknown field may, for example, mark messages that the model should not be trained on.
     """
     for name in required:
         if name not in row:
@@ -174,21 +151,17 @@ def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...]
 
 
 def read_turns(turns: list[dict], role: str, text: str, *optional: str, roles=ROLES) -> list[dict]:
-    """Converts a conversation from the format of the file to messages for a chat template.
+    """Converts a conversation in a file to messages {"role": ..., "content": ...}.
 
     Args:
         turns: The messages in the file, each a dict.
         role: The name of the field with the role of a message.
         text: The name of the field with the text of a message.
-        optional: The names of additional fields that a message may have. They are ignored.
+        optional: The names of fields that are ignored.
         roles: A dict {role in the file: role in a chat template}.
 
-    Returns:
-        The messages, each {"role": ..., "content": ...}.
-
     Raises:
-        ValueError: If a message is malformed. The error text gives the number of the message,
-            counted from 1.
+        ValueError: If a message is malformed. The error text has its number, counted from 1.
     """
     messages = []
     for n, turn in enumerate(turns, 1):
@@ -211,10 +184,8 @@ def without_examples(messages: list[dict], turns: int, opening: int) -> list[dic
 
     Args:
         messages: The messages of the episode.
-        turns: The number of replies that the agent gave, or 0 if the file does not contain this
-            number.
-        opening: The number of messages before the agent's first reply in an episode without
-            examples.
+        turns: The number of the agent's replies, or 0 if it is unknown.
+        opening: The number of messages before the first reply in an episode without examples.
     """
     first = first_reply(messages, turns)
     if turns == 0 or first <= opening:
@@ -228,8 +199,7 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
     """Converts a published entry, and returns (task id, messages, reward).
 
     If the entry has no reward, the reward is 1. The opening of our episodes replaces the opening of
-    the conversation. With our protocol, the new opening contains the environment's prompt instead
-    of the rules in the entry. With --protocol eto, the new opening contains the rules in the entry.
+    the conversation. With --protocol eto, it keeps the rules in the entry.
     """
     # 1. Read the messages. A loss mask in the file must select all replies and nothing else,
     # because training always computes the loss on exactly these tokens.
@@ -262,8 +232,8 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
 def published_task(env: Environment, name: str) -> str:
     """Converts a published id, such as webshop_17 or sciworld_0_12, to the id of a training task.
 
-    The last number in a published id is the number of the task. ScienceWorld has task types. In its
-    ids, the last number is the variation, and the second-to-last number is the index of the type.
+    The last number is that of the task. In ScienceWorld it is the variation, and the number before
+    it is the index of the task type.
     """
     form = "ETO's ids have the form webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):
@@ -277,11 +247,8 @@ def published_task(env: Environment, name: str) -> str:
 
 
 def opening_difference(env: Environment, messages: list[dict],
-                       observation: str) -> tuple[str, str] | None:
+                       observation: str) -> str | None:
     """Compares the opening of an expert trajectory with the opening in our environment.
-
-    An opening consists of the prompt and the first observation. Text that matches `env.drawn_anew`
-    is ignored, because a real WebShop server changes this text each time the server starts.
 
     Args:
         env: The environment.
@@ -289,8 +256,7 @@ def opening_difference(env: Environment, messages: list[dict],
         observation: The first observation of the same task in our environment.
 
     Returns:
-        An excerpt of the expert's opening and an excerpt of our opening. Both excerpts show the
-        first difference. If the openings are equal, the function returns None.
+        An excerpt of each opening, at the first difference, or None if the openings are equal.
     """
     opening = env.opening(observation)
     for their_message, our_message in zip(messages, opening):
@@ -298,14 +264,13 @@ def opening_difference(env: Environment, messages: list[dict],
         ours = comparable(env, our_message["content"])
         if theirs != ours:
             start = max(0, len(commonprefix([theirs, ours])) - 40)
-            return theirs[start:start + 160], ours[start:start + 160]
+            return f"{theirs[start:start + 160]!r} | {ours[start:start + 160]!r}"
     return None
 
 
 def comparable(env: Environment, text: str) -> str:
-    """Normalizes a text for `opening_difference`, and returns the normalized text.
+    """Returns a text without heading, upper case, extra whitespace and matches of `env.drawn_anew`.
 
-    The function removes the heading, and all text that matches `env.drawn_anew`. It converts the
-    other text to lower case, and replaces each sequence of whitespace with one space.
+    A real WebShop server changes these matches each time it starts.
     """
     return " ".join(re.sub(env.drawn_anew, "", without_heading(text.strip())).lower().split())

@@ -17,9 +17,8 @@ def reading(where: str, must: str):
     """Converts any exception in FAULTS to a UsageError. This function is a context manager.
 
     Args:
-        where: The source of the data: the flag, the file and the position in the file. The error
-            message starts with this text.
-        must: The expected content. The error message ends with "it must be" and this text.
+        where: The flag, the file and the position in the file, for the error message.
+        must: The expected content, for the error message.
     """
     try:
         yield
@@ -29,12 +28,11 @@ def reading(where: str, must: str):
 
 
 def read_json(path: Path):
-    """Reads a JSON file and returns its value."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def text_in(value) -> str:
-    """Returns the value unchanged if it is a string, and raises ValueError otherwise."""
+    """Returns a value that is a string, and raises ValueError for any other value."""
     if not isinstance(value, str):
         raise ValueError(f"{json.dumps(value)[:40]} is not a string")
     return value
@@ -44,21 +42,12 @@ def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Call
                must: str) -> dict[str, list]:
     """Reads the task lists that ETO and IPR publish, and returns the splits, a dict {split: tasks}.
 
-    Each list is a file with a name such as train_indices.json. The user gives the folder of these
-    files with --split-file. Each list replaces the tasks of one split.
-
     Args:
-        folder: The folder of the task lists, or None to return `rule` unchanged.
-        rule: The default splits, a dict {split: tasks}. The validation split is always read from
-            this dict, but without the tasks that are in one of the lists.
-        names: A dict {split: NAME} of the splits that are replaced. The list for a split is the
-            file NAME_indices.json.
-        read: A function that converts an entry of a list to a task. The function returns None if
-            the entry should be skipped.
+        folder: The folder of the task lists (--split-file), or None to return `rule` unchanged.
+        rule: The default splits. "validation" keeps its tasks, except those in one of the lists.
+        names: A dict {split: NAME} of the splits that the lists NAME_indices.json replace.
+        read: A function that converts an entry of a list to a task, or to None to skip it.
         must: The expected content of a list, for the error message.
-
-    Raises:
-        UsageError: If a list is missing, is malformed or has no task.
     """
     if folder is None:
         return rule

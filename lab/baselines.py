@@ -62,8 +62,8 @@ def rft(run: Run) -> None:
     """Trains an agent with RFT (Section 5.1), or with DART (Section 5.3).
 
     The agent after SFT plays the training tasks. Its successes are added to the expert
-    trajectories. Then the base model is fine-tuned on the combined data. With --method dart, the
-    agent plays more episodes of those tasks in which it often fails.
+    trajectories, on which the base model is then fine-tuned. With --method dart, the agent plays
+    more episodes of those tasks in which it often fails.
     """
     once = run.once
     experts, agent = train_on_experts(run)
@@ -78,7 +78,6 @@ def rft(run: Run) -> None:
 
 
 def train_on_experts(run: Run) -> tuple[Trajectories, Model]:
-    """Collects the expert trajectories, trains an agent on them by SFT, and evaluates it."""
     experts = run.once("experts.jsonl", collect_experts, run.expert_file)
     agent = run.once("sft-target", train_sft, run.base, experts, name="target")
     evaluate_all(run, 0, target=agent)
@@ -93,11 +92,8 @@ def explore_more(
     name: str,
     i: int,
 ) -> tuple[Trajectories, dict]:
-    """Samples additional rollouts for DART.
-
-    Difficult tasks, in which many of the first rollouts failed, get more additional rollouts. If a
-    task has n first rollouts, the indices of its additional rollouts start at n.
-    """
+    """Samples additional rollouts for DART. Difficult tasks, in which many of the first rollouts
+    failed, get more of them. Their indices start at the number of first rollouts."""
     s = run.settings
     episodes = []
     for expert, rollouts in by_task(experts, played):
@@ -116,12 +112,8 @@ def dart_rollouts(successes: list[bool], budget: int) -> int:
     """Returns the number of additional rollouts of a task.
 
     Section 5.3 computes the difficulty of a task "based on the fraction of successful rollouts",
-    and multiplies it by the budget N. We use round(N (1 - successes / n)), where n is the number of
-    first rollouts of the task. This formula is our reading of the text.
-
-    Args:
-        successes: One bool for each of the n first rollouts, True if the rollout was a success.
-        budget: The budget N.
+    and multiplies it by the budget N. We use round(N (1 - successes / n)), which is our reading of
+    the text. `successes` has one bool for each of the n first rollouts.
     """
     return round(budget * (1 - sum(successes) / len(successes)))
 
@@ -134,8 +126,8 @@ def join_successes(
 ) -> tuple[Trajectories, dict]:
     """Returns the expert trajectories, followed by the agent's successes.
 
-    Two trajectories of a task are duplicates if they have the same actions, even if their thoughts
-    differ. A success is not added if it duplicates an expert trajectory or an earlier success.
+    A success is not added if an expert trajectory or an earlier success of its task has the same
+    actions, even if the thoughts differ.
     """
     added = []
     dropped = Counter()
@@ -152,27 +144,21 @@ def join_successes(
                 dropped["known already"] += 1
             else:
                 # With --protocol eto, the agent's prompt has an example, but the prompt of expert
-                # trajectories has none. SFT should use the same prompt for both, so we replace the
-                # opening of the success with the opening of the expert trajectory.
+                # trajectories has none. SFT uses the same prompt for both, that of the expert.
                 known.add(actions)
                 added.append(replace(t, messages=opening + split_opening(t)[1]))
     return [*experts, *added], dict(experts=len(experts), successes=len(added), dropped=dropped)
 
 
 def split_opening(t: Trajectory) -> tuple[list[dict], list[dict]]:
-    """Splits a conversation before the agent's first reply.
-
-    Returns the messages before the first reply (the opening), and all other messages.
-    """
+    """Returns the messages before the agent's first reply (the opening), and all others."""
     n = first_reply(t.messages, t.turns)
     return t.messages[:n], t.messages[n:]
 
 
 def task_and_actions(t: Trajectory, env: Environment) -> tuple[str, ...]:
-    """Returns a tuple with the task and all actions of a trajectory, to detect duplicates.
-
-    Whitespace in the actions is normalised.
-    """
+    """Returns the task and all actions of a trajectory, with normalised whitespace, to detect
+    duplicates."""
     key = [t.task]
     for message in split_opening(t)[1]:
         if message["role"] == "assistant":
@@ -213,8 +199,7 @@ def train_ppo(
     """Trains an agent with PPO on its own trajectories of one iteration.
 
     The KL term keeps the policy close to the agent after SFT. The number `kl` is the KL divergence
-    between the agent before this training and the agent after SFT, in nats per trajectory. If there
-    are no groups, the agent is left unchanged, and there is no `kl`.
+    between the agent before this training and the agent after SFT, in nats per trajectory.
     """
     # 1. Group the rollouts by task.
     s = run.settings
@@ -245,11 +230,8 @@ def train_ppo(
 
 
 def make_groups(rollouts: Iterable[Trajectories]) -> tuple[list[TaskGroup], list[str]]:
-    """Makes a task group with advantages for each task that has at least two rollouts.
-
-    If a task has only one rollout, it is not used, because there is no other rollout to compare it
-    with. Returns the groups, and one reason for each unused rollout.
-    """
+    """Returns a task group with advantages for each task that has at least two rollouts, and one
+    reason for each unused rollout."""
     groups = []
     unused = []
     for trajectories in rollouts:

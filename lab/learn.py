@@ -85,9 +85,8 @@ def lay_out(out: Path, agents: list[Path]) -> None:
 
 
 def best(run: Run, file: Path) -> tuple[list[Trajectory], dict]:
-    """Returns the expert trajectory of each task: the trajectory with the highest reward, or the
-    first of several such trajectories. A failure becomes an expert trajectory only if its reward
-    exceeds --expert-min-reward."""
+    """Returns the expert trajectory of each task: the first one with the highest reward. A failure
+    becomes an expert trajectory only if its reward exceeds --expert-min-reward."""
     least = run.settings.expert_min_reward
     experts = {}
     for t in best_of_tasks(run.trajectories):
@@ -104,8 +103,7 @@ def best(run: Run, file: Path) -> tuple[list[Trajectory], dict]:
 
 def others(run: Run, file: Path, experts: list[Trajectory],
            name: str) -> tuple[list[Trajectory], dict]:
-    """Returns the trajectories of the agent `name` that are not expert trajectories. Tasks without
-    an expert trajectory are skipped."""
+    """Returns the other trajectories of the agent `name`, of tasks with an expert trajectory."""
     lines = {t.task: t.rollout for t in experts}  # task -> line number of expert trajectory
     kept = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
@@ -118,9 +116,8 @@ def make_pairs(run: Run, experts: list[Trajectory],
                played: dict[str, list[Trajectory]]) -> tuple[list[Pair], dict]:
     """Makes the preference pairs of Eq. (8).
 
-    The first agent in the file has the role of the paper's target agent, so its failures are F_tgt.
-    The failures of the second agent, and of experts, are F_fail. If the file has trajectories from
-    one agent, its failures are paired with each other, as in D_fail.
+    The failures of the first agent in the file are F_tgt, and those of the second agent and of
+    experts are F_fail. The failures of a single agent are paired with each other, as in D_fail.
     """
     s = run.settings
     agents = [name for name in played if name != "expert" and played[name]]
@@ -159,13 +156,8 @@ def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], C
     """Reads a file with one trajectory per line. The rollout index of a trajectory is its line
     number.
 
-    Returns:
-        The trajectories with at most `most` tokens, and the number of trajectories that were
-        dropped because they are longer, {"too long": n}.
-
-    Raises:
-        UsageError: A line is invalid (the message has the line number), no trajectory is left, or
-            the file has more than two agents.
+    Returns the trajectories with at most `most` tokens, and the number of longer ones. Raises
+    UsageError if a line is invalid, no trajectory is left, or the file has more than two agents.
     """
     trajectories = []
     dropped = Counter()

@@ -13,13 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def lacking(lines) -> list[str]:
-    """Returns the requirements that are not satisfied, with the version that is installed.
-
-    For example: ["torch>=2.4 (found 2.1.0)", "trl (found none)"].
-
-    Args:
-        lines: The lines of a requirements file.
-    """
+    """Returns the unsatisfied requirements among the lines of a requirements file, for example
+    ["torch>=2.4 (found 2.1.0)", "trl (found none)"]."""
     try:
         from packaging.requirements import Requirement
     except ImportError:

@@ -28,9 +28,8 @@ def count(text: str) -> int:
 
 
 def command(name: str, function: Callable) -> None:
-    """Runs a command: calls `function` with the list of command-line arguments. If the user can fix
-    an error, it is printed as one line after the command's name, and the exit status is 2. Other
-    errors are raised."""
+    """Calls `function` with the list of command-line arguments. An error that the user can fix is
+    printed as one line after the command's name, and the exit status is 2."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if the output is piped to `head`
     for stream in sys.stdout, sys.stderr:  # escape characters that the terminal's encoding lacks
         stream.reconfigure(errors="backslashreplace")
@@ -48,8 +47,7 @@ def command(name: str, function: Callable) -> None:
 
 
 def config_of(run: Path) -> dict:
-    """Returns the content of a run's config.json. Raises UsageError if the folder does not contain
-    a run, for example if it is an agent's folder."""
+    """Returns the content of a run's config.json. Raises UsageError if the folder is not a run."""
     file = run / "config.json"
     config = read_json(file) if file.is_file() else {}
     if "settings" not in config:
@@ -59,11 +57,8 @@ def config_of(run: Path) -> dict:
 
 
 def way_of(run: Path, env: str) -> list[str]:
-    """Returns the command-line flags that make an agent play with the settings of its training run.
-
-    These are the view, the token limits and the environment settings of the run that trained it. If
-    `env` is not the environment of that run, the list is empty.
-    """
+    """Returns the command-line flags that make an agent play with the view, the token limits and
+    the environment settings of the run that trained it, or [] if `env` is another environment."""
     settings = config_of(run)["settings"]
     if settings["env"] != env:
         return []
@@ -76,8 +71,7 @@ def is_finished(run: Path) -> bool:
 
 
 def rows_in(file: Path) -> list[dict]:
-    """Returns the rows of a JSON lines file, or [] if the file does not exist, for example because
-    the user has deleted it."""
+    """Returns the rows of a JSON lines file, or [] if the user has deleted it."""
     return read_jsonl(file) if file.is_file() else []
 
 
@@ -101,14 +95,13 @@ def phases_of(run: Path) -> dict[str, dict]:
 
 
 def phases_with(phases: dict, *keys: str) -> list[dict]:
-    """Returns the records of the phases that have all of these keys, in the order in which the
-    phases ran."""
+    """Returns the records that have all of these keys, in the order in which the phases ran."""
     return [row for row in phases.values() if {*keys} <= row.keys()]
 
 
 def explorations_in(phases: dict) -> list[dict]:
-    """Returns the records of the phases in which the run's agents explored. Phases of the explorer
-    in `evolve.py` are not included, because the explorer is not an agent of the run."""
+    """Returns the records of the phases in which the run's agents explored. The explorer in
+    `evolve.py` is not an agent of the run."""
     rows = phases_with(phases, "name", "episodes", "reward", "success", "hard_negative")
     return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
 
@@ -119,11 +112,8 @@ def evaluations_in(phases: dict) -> list[dict]:
 
 
 def target_of(phases: dict) -> str:
-    """Returns the name of a run's target agent.
-
-    It is the agent called "target". If a modified copy of coevolve.py has renamed its agents, it is
-    the agent that the run evaluates first.
-    """
+    """Returns the name of a run's target agent: "target", or the agent that the run evaluates
+    first, if a modified copy of coevolve.py has renamed its agents."""
     names = [row["name"] for row in evaluations_in(phases)]
     return names[0] if names and "target" not in names else "target"
 

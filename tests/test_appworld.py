@@ -1,7 +1,6 @@
 """AppWorld: isolated processes, with a child that does not need the package. Then the small
 AppWorld with the package, which run.sh installs into .venv-appworld."""
 
-import ast
 import json
 import os
 import random
@@ -13,70 +12,70 @@ import types
 
 import psutil
 import pytest
-from conftest import ROOT, wait_until
+from conftest import ROOT, refusal, table, wait_for_end, wait_until
 
 from common.settings import UsageError
-from environments import converse, environment, make
+from environments import converse, environment, make, replay
 from environments.appworld import data, judging, processes
-from environments.appworld.data import MAX_REPLIES, calls_in, parts, small_appworld
-from environments.appworld.environment import FORM, block, code_of
+from environments.appworld.data import MAX_REPLIES, parts, small_appworld
+from environments.appworld.environment import FORM
+from environments.appworld.python_code import block, calls_of, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
-from envs import EnvError
-from evolve import tells
+from envs import EnvError, Step
 
 NOBODY = 1234  # any user but root
 
 
 # ---------------------------------------------------------------------------------- the jail alone
 
-# Name -> the source that an isolated process evaluates, and a pattern of the result
-TRIES = {
-    "its root": ("sorted(os.listdir('/'))", r"^\['etc', 'own'\]$"),
-    "a file that it is shown": ("bool(open('/etc/hostname').read())", "True"),
-    "a full folder": ("[open(f'/own/{n}', 'wb').write(bytes(1 << 24)) for n in range(9)]", "No space"),
-    "a file that it is not shown": ("open('/etc/passwd').read()", "FileNotFoundError"),
-    "to write what it is shown": ("open('/etc/hostname', 'w')", "Read-only|Permission"),
-    "to write its own": ("open('/own/a', 'w').write('abc')", "3"),
-    "a large file": ("open('/own/b', 'wb').truncate(200 << 20)", "too large"),
-    "memory": ("bytearray(4 << 30)", "MemoryError"),
-    "a fork": ("os.fork()", "not permitted"),
-    "a program": ("os.execv('/bin/true', ['true'])", "not permitted"),
-    "another namespace": ("jail.call('unshare', jail.NEW_USER)", "not permitted"),
-    "a mount": ("jail.call('mount', 'none', '/own', 'tmpfs', 0, None)", "not permitted"),
-    "rights of root": ("os.setuid(0), os.chown('/own', 5, 5)", "not permitted|Invalid argument"),
-    "a device": ("os.mknod('/own/c', 0o60000, 1)", "not permitted"),
-    "another process": ("os.kill({pid}, 9)", "No such process"),
-    "this machine": ("socket.create_connection(('127.0.0.1', {port}), 5)", "not permitted"),
-    "a machine that holds this one": ("socket.socket(40).connect((2, 5000))", "not permitted"),
-    "a socket without a file": ("socket.socket(socket.AF_UNIX).connect('\\0{name}')", "refused"),
-    "a thread": ("[t.start() or t.join() for t in [threading.Thread(target=int)]]", r"\[None\]"),
-    "a group of its own": ("os.getpgrp() == os.getsid(0) == os.getpid()", "True"),
-    "to outlive its parent": ("jail.call('prctl', 1, 0, 0, 0, 0)", "not permitted"),
-    "to be killed by a limit": ("resource.setrlimit(resource.RLIMIT_CPU, (1, 1))", "not allowed"),
-    "what its limits are": ("resource.getrlimit(resource.RLIMIT_CORE)", r"\(0, 0\)"),
-    "a strict mode of its own": ("jail.call('prctl', 22, 1, 0, 0, 0)", "not permitted"),
-    "a filter of its own": ("jail.LIBC.syscall(seccomp, 1, 0, 0), why()", "-1, .*not permitted"),
-    "memory as a file": ("jail.call('memfd_create', 'a', 0)", "not permitted"),
-    "memory of two": ("jail.call('shmget', 0, 1 << 28, 0o1600)", "not permitted"),
-    "a key that stays": ("jail.LIBC.syscall(key, b'user', b'a', b'b', 1, -4), why()", "-1, .*not permitted"),
-    "a mount by its newer calls": ("jail.LIBC.syscall(430, b'tmpfs', 0), why()", "-1, .*not implemented"),
-    "many files": ("[os.mkdir(f'/own/{n} of many') for n in range(20_000)]", "No space"),
-    "many threads": ("threading.stack_size(1 << 16), [threading.Thread(target=stop.wait, daemon=True).start()"
-                     " for _ in range(400)]", "can't start"),
-    "many open files": ("[os.dup(0) for _ in range(400)]", "Too many open"),
-}
+# What the isolated process evaluates -> a pattern of the result
+TRIES = table(r"""
+    its root -> sorted(os.listdir('/')) -> ^\['etc', 'own'\]$
+    a file that it is shown -> bool(open('/etc/hostname').read()) -> True
+    a full folder -> [open(f'/own/{n}', 'wb').write(bytes(1 << 24)) for n in range(9)] -> No space
+    a file that it is not shown -> open('/etc/passwd').read() -> FileNotFoundError
+    to write what it is shown -> open('/etc/hostname', 'w') -> Read-only|Permission
+    to write its own -> open('/own/a', 'w').write('abc') -> 3
+    a large file -> open('/own/b', 'wb').truncate(200 << 20) -> too large
+    memory -> bytearray(4 << 30) -> MemoryError
+    a fork -> os.fork() -> not permitted
+    a program -> os.execv('/bin/true', ['true']) -> not permitted
+    another namespace -> jail.call('unshare', jail.NEW_USER) -> not permitted
+    a mount -> jail.call('mount', 'none', '/own', 'tmpfs', 0, None) -> not permitted
+    rights of root -> os.setuid(0), os.chown('/own', 5, 5) -> not permitted|Invalid argument
+    a device -> os.mknod('/own/c', 0o60000, 1) -> not permitted
+    another process -> os.kill(pid, 9) -> No such process
+    this machine -> socket.create_connection(('127.0.0.1', port), 5) -> not permitted
+    a machine that holds this one -> socket.socket(40).connect((2, 5000)) -> not permitted
+    a socket without a file -> socket.socket(socket.AF_UNIX).connect(address) -> refused
+    a thread -> [t.start() or t.join() for t in [threading.Thread(target=int)]] -> \[None\]
+    a group of its own -> os.getpgrp() == os.getsid(0) == os.getpid() -> True
+    to outlive its parent -> jail.call('prctl', 1, 0, 0, 0, 0) -> not permitted
+    to be killed by a limit -> resource.setrlimit(resource.RLIMIT_CPU, (1, 1)) -> not allowed
+    what its limits are -> resource.getrlimit(resource.RLIMIT_CORE) -> \(0, 0\)
+    a strict mode of its own -> jail.call('prctl', 22, 1, 0, 0, 0) -> not permitted
+    a filter of its own -> jail.LIBC.syscall(seccomp, 1, 0, 0), why() -> -1, .*not permitted
+    memory as a file -> jail.call('memfd_create', 'a', 0) -> not permitted
+    memory of two -> jail.call('shmget', 0, 1 << 28, 0o1600) -> not permitted
+    a key that stays -> jail.LIBC.syscall(key, b'user', b'a', b'b', 1, -4), why() -> -1, .*not permitted
+    a mount by its newer calls -> jail.LIBC.syscall(430, b'tmpfs', 0), why() -> -1, .*not implemented
+    many files -> [os.mkdir(f'/own/{n} of many') for n in range(20_000)] -> No space
+    many threads -> threading.stack_size(1 << 16), [threading.Thread(target=stop.wait, daemon=True).start() for _ in range(400)] -> can't start
+    many open files -> [os.dup(0) for _ in range(400)] -> Too many open
+""")
 
 
 # An isolated process of one thread that evaluates them and sleeps, like its parent. A fork of the
 # test process could wait for a lock of another thread.
 TRYING = """
 import ctypes, encodings.idna, json, os, resource, socket, sys, threading, time
-folder, user, tries = json.loads(sys.argv[1])
+folder, user, outside, tries = json.loads(sys.argv[1])
+globals().update(outside)
 sys.path.insert(0, folder)
 import jail
 if os.fork():
     time.sleep(600)
-found, stop = {}, threading.Event()
+found, stop = [], threading.Event()
 key, seccomp = (248, 317) if os.uname().machine == "x86_64" else (217, 277)
 why = lambda: os.strerror(ctypes.get_errno())
 try:
@@ -87,12 +86,12 @@ try:
         jail.call("prctl", 4, 1, 0, 0, 0)  # its /proc/self is its own again
     jail.enter(["/etc/hostname"], ["/own"], 3000, os.open(os.devnull, os.O_WRONLY))
 except OSError as error:
-    found, tries = str(error), {}
-for name, source in tries.items():
+    found, tries = str(error), []
+for source in tries:
     try:
-        found[name] = repr(eval(source))
+        found.append(repr(eval(source)))
     except BaseException as error:
-        found[name] = f"{type(error).__name__}: {error}"
+        found.append(f"{type(error).__name__}: {error}")
 print(json.dumps(found), flush=True)
 time.sleep(600)
 """
@@ -103,15 +102,10 @@ def test_an_isolated_process_reaches_nothing_and_ends_with_its_parent(user):
     if user is not None and os.geteuid():
         pytest.skip("only root becomes another user; the other case is not root's")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as other:
-        told = dict(pid=os.getpid(), port=server.getsockname()[1], name=f"appworld-{os.getpid()}")
-        other.bind(f"\0{told['name']}")
+        other.bind(f"\0appworld-{os.getpid()}")
         other.listen()
-        tries = {}
-        for name, (source, _) in TRIES.items():
-            for key, value in told.items():
-                source = source.replace(f"{{{key}}}", str(value))
-            tries[name] = source
-        given = json.dumps([str(ROOT / "environments/appworld"), user, tries])
+        outside = dict(pid=os.getpid(), port=server.getsockname()[1], address=other.getsockname().decode())
+        given = json.dumps([str(ROOT / "environments/appworld"), user, outside, [source for _, source, _ in TRIES]])
         with subprocess.Popen([sys.executable, "-I", "-c", TRYING, given],
                               stdout=subprocess.PIPE, text=True) as run:
             found = json.loads(run.stdout.readline())
@@ -119,22 +113,10 @@ def test_an_isolated_process_reaches_nothing_and_ends_with_its_parent(user):
             run.kill()
     if isinstance(found, str):
         pytest.skip(f"this machine cannot isolate processes: {found}")
-    for name, (_, wanted) in TRIES.items():
-        assert re.search(wanted, found[name]), (name, found[name])
+    for (name, _, wanted), result in zip(TRIES, found, strict=True):
+        assert re.search(wanted, result), (name, result)
     assert len(inside) == 2
-    wait_until(lambda: gone(inside), "the processes inside to end")
-
-
-def gone(found) -> bool:
-    return all(has_ended(process) for process in found)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Returns True if a process has ended. It may end between the two calls."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    wait_for_end(inside)
 
 
 # ------------------------------------------------------- this side, with a child without the package
@@ -184,15 +166,19 @@ def processes_of(server) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-ENDS = {  # code that ends its process, or does not end -> pattern of the error
-    "os._exit(1)": "process has ended", "import ctypes; ctypes.string_at(0)": "has ended",
-    "os.close(3)": "process has ended", "os.write(3, b'not json\\n')": "process has ended",
-    "os.write(3, b'[' * 100_000 + b'\\n')": "process has ended", "os.write(3, b'5\\n')": "process has ended",
-    "1 / 0": "ZeroDivision", "while True: os.write(3, b'x' * 65536)": "process has ended",
-    "while True:\n    try:\n        while True: pass\n    except BaseException: pass": "no answer in",
-    "import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nwhile True: pass": "no answer in",
-    "send(error='\\ud800' * 9999)": r"\?{500}",
-}
+ENDS = dict(table(r"""
+    os._exit(1) -> process has ended
+    import ctypes; ctypes.string_at(0) -> has ended
+    os.close(3) -> process has ended
+    os.write(3, b'not json\n') -> process has ended
+    os.write(3, b'[' * 100_000 + b'\n') -> process has ended
+    os.write(3, b'5\n') -> process has ended
+    1 / 0 -> ZeroDivision
+    while True: os.write(3, b'x' * 65536) -> process has ended
+    import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); [0 for _ in iter(int, 1)] -> no answer in
+    send(error='\ud800' * 9999) -> \?{500}
+"""))  # code that ends its process, or does not end -> pattern of the error
+ENDS["while True:\n    try:\n        while True: pass\n    except BaseException: pass"] = "no answer in"
 if os.uname().machine == "x86_64":  # calls by x32's numbers kill all threads, whichever makes them
     X32 = "import ctypes, threading; bad = lambda call=ctypes.CDLL(None).syscall: call(0x40000027)\n"
     ENDS[f"{X32}threading.Thread(target=bad).start()\nwhile True: pass"] = "process has ended"
@@ -210,7 +196,7 @@ def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
         with pytest.raises(processes.ProcessEnded, match=reason) as caught:
             episode.run(code)
         assert len(inside) == 2 and len(str(caught.value).encode()) <= 500
-        wait_until(lambda: gone(inside), "the processes inside to end")
+        wait_for_end(inside)
     assert other.run("send(output='yes', done=True, calls=[])") == processes.CodeResult("yes", True, [])
     other.end()
     wait_until(lambda: not processes_of(server), "the server's processes to end")
@@ -222,7 +208,7 @@ def test_a_killed_episode_is_a_failure_of_the_environment(served):
         episode = processes.Episode(server, "a", "x")
         inside = processes_of(server)
         (server.process if which is None else inside[which]).kill()
-        wait_until(lambda: gone(inside), "the processes inside to end")
+        wait_for_end(inside)
         with pytest.raises(EnvError, match="was killed"):
             episode.run("send(output='')")
         episode.end()  # once more
@@ -254,25 +240,6 @@ child.play = lambda *given: open({str(tmp_path / "ran")!r}, "w").close()
     with pytest.raises(UsageError, match=r"cannot isolate .*\(OSError: unshare.*container's root may lack"):
         served(more)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_killed_run_leaves_no_process(served, tmp_path):
-    served()  # it skips where nothing can be shut in
-    source = f"""if True:
-        import sys
-        sys.path.insert(0, {str(ROOT)!r})
-        from environments.appworld import processes
-        processes.__file__ = {str(tmp_path / "processes.py")!r}
-        server = processes.Server(sys.executable, {str(tmp_path)!r})
-        episode = processes.Episode(server, "a", "x")
-        print(server.process.pid, flush=True)
-        episode.run("while True: pass")"""
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as run:
-        server = psutil.Process(int(run.stdout.readline()))
-        inside = [server, *server.children(recursive=True)]
-        run.kill()
-    assert len(inside) == 3  # a waiting and a shut one for the episode
-    wait_until(lambda: gone(inside), "the processes inside to end")
 
 
 # ---------------------------------------------------------------- new tasks, without the package
@@ -310,10 +277,8 @@ child.compare = lambda task, changes: dict(
     apps=changes[0]["notes.jsonl"] == changes[1]["notes.jsonl"],
     answer=changes[0]["answer"] == changes[1]["answer"])
 """
-DOCUMENTS = {"supervisor.complete_task": dict(description="Complete the task.", parameters=()), "notes.create_note": dict(
-    app_name="notes", api_name="create_note", method="POST", description="Create a note. It stays.",
-    parameters=[dict(name="title", description="What the note is called.")]),
-    "notes.show_hour": dict(app_name="notes", api_name="show_hour", method="GET", description="Tell the hour.", parameters=())}
+DOCUMENTS = {"notes.show_hour": dict(method="GET"), "notes.create_note": dict(
+    app_name="notes", api_name="create_note", method="POST", description="Create a note. It stays.")}
 NOTE = 'apis.notes.create_note(title="Milk")'
 
 
@@ -344,27 +309,26 @@ def generator(served, monkeypatch, tmp_path):
     return found
 
 
-def test_a_solution_that_does_not_prove_its_task_is_refused(generator):
-    def verdict(code, text="A note called Milk, please."):
-        return generator.verify(dict(task=dict(start="a", text=text, code=code)))
-
-    for code, reason in (
-            ([NOTE, DONE], None), ([NOTE], "does not complete it"), ([NOTE, "1 / 0", DONE], "part of its solution fails"),
-            (["apis.notes.create_note(title=os.urandom(8).hex())", DONE], "its replays differ"),
-            (["apis.notes.show_hour()", DONE], "solved without its last change"),
-            (["apis.notes.show_hour()", "apis.supervisor.complete_task(answer='Milk')"], None),
-            (["apis.notes.create_note(title='Milk', access_token='x1', note_id=9)", DONE], None)):
-        found = verdict(code)
-        assert found == reason or reason and reason in found, (code, found)
+@pytest.mark.parametrize("code, reason", table(f"""
+    {NOTE}; {DONE} -> None
+    {NOTE} -> its solution does not complete it
+    {NOTE}; 1 / 0; {DONE} -> a part of its solution fails
+    apis.notes.create_note(title=os.urandom(8).hex()); {DONE} -> its replays differ
+    apis.notes.show_hour(); {DONE} -> it is solved without its last change
+    apis.notes.show_hour(); apis.supervisor.complete_task(answer='Milk') -> None
+    apis.notes.create_note(title='Milk', access_token='x1', note_id=9); {DONE} -> None
+"""))
+def test_a_solution_that_does_not_prove_its_task_is_refused(generator, code, reason):
+    task = dict(start="a", text="A note called Milk, please.", code=code.split("; "))
+    assert str(generator.verify(dict(task=task))) == reason
 
 
 def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeypatch):
     judge, late = generator.env.judge, generator.late
     task = dict(start="a", text="A note called Milk", code=["apis.notes.show_hour()", NOTE, DONE])
-    last = "without its last change"
-    for replies, reason in ((7, f"{last} it does not run to its end"), (2, "does not complete it")):
+    for replies, reason in ((7, "without its last change it does not run to its end"), (2, "its solution does not complete it")):
         late[:] = [True] + [False] * replies
-        assert reason in generator.verify(dict(task=task))
+        assert generator.verify(dict(task=task)) == reason
     late.clear()
     left = judge.trace(task, task["code"]).changes
     late[:] = [True, False]
@@ -376,46 +340,60 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeyp
     compare = judge.compare
     monkeypatch.setattr(judge, "compare", lambda start, one, other: compare(
         start, one, other) if one == other else dict(error="no answer in 120 seconds"))
-    assert generator.verify(dict(task=task)) == f"its end {last} cannot be compared"
+    assert generator.verify(dict(task=task)) == "its end without its last change cannot be compared"
 
 
-def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
-    replies = ["I look.", block("apis.notes.show_hour()"), block("apis.none.nothing()"), block(NOTE)]
-    # Only executed calls count, and not the code after an error.
-    replies_with_errors = [*replies, block("1 / 0\napis.notes.show_hour()")]
-    assert generator.patterns("a", replies_with_errors) == {
+def test_an_episode_becomes_a_task_with_what_ran_and_changed_something(generator):
+    """Calls that were not executed are ignored."""
+    replies = ["I look.", *map(block, ["apis.notes.show_hour()", "apis.none.nothing()", NOTE])]
+    assert generator.patterns("a", [*replies, block("1 / 0\napis.notes.show_hour()")]) == {
         "notes.show_hour", "notes.create_note", "notes.show_hour, notes.create_note"}
     found, = generator.finds("a", replies, random.Random(0))
     assert found["text"] == 'Create a note (notes), title = "Milk".' and found["template"]
     assert found["solution"] == [*map(block, ["apis.notes.show_hour()", NOTE, DONE])]
-    assert generator.refusal(found["task"]) is None and generator.verify(found) is None
-    assert not tells(found["text"], found["solution"]) and json.loads(json.dumps(found)) == found
     assert generator.finds("a", replies[:2], random.Random(0)) == []
 
-    written = generator.written("a", dict(query="A note.", action_sequence=[block(NOTE)]))
-    assert written["task"] == dict(start="a", text="A note.", code=[NOTE, DONE])
-    for wrong in ("a b", "-" * 9000 + "1"):
-        assert generator.written("a", dict(query="x", action_sequence=[wrong])) is None
-    new = dict(start="a", text="Make a note that is called Milk.", code=[NOTE, DONE])
-    assert generator.refusal(new) is None
-    for wrong, named in [
-            ({"start": "b"}, "no start state of a training task"), ({"text": "count my notes"}, "a task of a split"),
-            ({"code": [DONE]}, "has 1 parts"), ({"code": ["a b", DONE]}, "no Python")]:
-        assert named in generator.refusal({**new, **wrong})
-    same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['x = "Milk"', "apis.notes.create_note(title=x)", DONE]]
-    one, other = (generator.key({**new, "code": code}) for code in same)
-    assert one == other != generator.key(new) and len({generator.key({**new, "code": [a, DONE]}) for a in (
-        "len('a')", "int('a')", "a = b", "a = a")}) == 4
+
+NEW = dict(start="a", text="Make a note that is called Milk.", code=[NOTE, DONE])
+
+
+def test_what_an_explorer_wrote_becomes_a_task_or_is_refused(generator):
+    def written(*actions):
+        return generator.written("a", dict(query=NEW["text"], action_sequence=actions))
+
+    assert written(block(NOTE))["task"] == NEW and generator.refusal(NEW) is None
+    assert written("a b") is written("-" * 9000 + "1") is None
+    for wrong, reason in table("""
+            {"start": "b"} -> 'b' is no start state of a training task
+            {"text": "count my notes"} -> a task of a split
+            {"code": ["x"]} -> its solution has 1 parts, not 2 to 30
+            {"code": ["a b", "x"]} -> a part of its solution is no Python"""):
+        assert generator.refusal(NEW | json.loads(wrong)) == reason
+
+
+@pytest.mark.parametrize("one, other, same", table("""
+    t = 'Milk'  # it; apis.notes.create_note(title=(t)) -> x = "Milk"; apis.notes.create_note(title=x) -> True
+    t = 'Milk'; apis.notes.create_note(title=t) -> apis.notes.create_note(title="Milk") -> False
+    len('a') -> int('a') -> False
+    a = b -> a = a -> False
+"""))
+def test_tasks_have_one_key_if_their_code_differs_by_names_alone(generator, one, other, same):
+    first, second = (generator.key(NEW | dict(code=code.split("; "))) for code in (one, other))
+    assert str(first == second) == same
 
 
 # ------------------------------------------------------------------------------- texts and solutions
 
 
-@pytest.mark.parametrize("reply, code", [
-    ("```python\nprint(1)\n```", "print(1)"), ("I look.\n```python\na\n```\n```python\nb\n```", "a"),
-    ("```python\nprint(1)", "print(1)"), ("print(1)", None), ("```\nprint(1)\n```", None), ("", None)])
+@pytest.mark.parametrize("reply, code", table("""
+    ```python⏎print(1)⏎``` -> print(1)
+    I look.⏎```python⏎a⏎```⏎```python⏎b⏎``` -> a
+    ```python⏎print(1) -> print(1)
+    print(1) -> None
+    ```⏎print(1)⏎``` -> None
+"""))
 def test_the_code_of_a_reply(reply, code):
-    assert code_of(reply) == code
+    assert str(code_of(reply.replace("⏎", "\n"))) == code
 
 
 def test_a_solution_becomes_replies_of_one_call_and_loops_stay_whole():
@@ -436,7 +414,7 @@ def solution(apis, requester):
         "a = 1\nrows = apis.phone.show_alarms(access_token=a, page_limit=5)\nprint(rows)",
         "for row in rows:\n    apis.phone.delete_alarm(alarm_id=row)\n    apis.phone.show_alarms()\n"
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
-    assert calls_in(ast.parse(found[2])) == ["supervisor.complete_task", "phone.show_alarm"]
+    assert calls_of(found[2]) == {"supervisor.complete_task", "phone.show_alarm"}
     long = "def solution(apis, requester):\n" + "    apis.a.b()\n" * 70
     assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MAX_REPLIES == 30
 
@@ -479,41 +457,41 @@ def of_family(env, split: str, family: str) -> str:
 
 
 def play(env, task: str, code: list[str]):
-    """The last step of an episode."""
-    env.reset(task)
-    for part in code:
-        step = env.step(block(part))
-        if step.done:
-            break
-    return step
+    """Returns the last step of an episode."""
+    return replay(env, env.find(task), [*map(block, code)])[-1]
 
 
 def alarm(env) -> tuple[str, list[str]]:
-    """A task that asks for an alarm, and its solution."""
+    """Returns a task that asks for an alarm, and its solution."""
     task = of_family(env, "test", "alarm-new")
     return task, env.solution(env.find(task))
 
 
-# Code that avoids the package's own guard, which checks names -> a pattern of its output
+def later(code: list[str]) -> list[str]:
+    """Returns code that sets the alarm to another time."""
+    return [re.sub(r"time='\d\d", "time='23", part) for part in code]
+
+
 GOT = "import os, pathlib; P = pathlib.Path; got = __import__\n"
-PROBES = {
-    "P('/etc/passwd').read_text()": "FileNotFoundError",
-    "[e.name for e in os.scandir('{root}/data/tasks')]": r"\[\s*'?\"?{task}'?\"?\s*\]",
-    "sorted(e.name for e in os.scandir('{root}/data/tasks/{task}'))": r"\W+dbs\W+specs.json\W+$",
-    "P('{root}/data/datasets/test.txt').read_text()": "FileNotFoundError",
-    "got('appworld.task', fromlist=['Task']).Task.load('{task}').ground_truth.answer": "doesn't exist",
-    "got('appworld.evaluator', fromlist=['x']).evaluate_task('{task}', 'episode').passes": "doesn't exist",
-    "P('{project}/README.md').read_text()": "FileNotFoundError",
-    "sorted(os.environ)": r"^\W+APPWORLD_CACHE\W+APPWORLD_ROOT\W+$",
-    "got('_io').FileIO('{root}/data/base_dbs/phone.db', 'r+')": "Read-only|Permission",
-    "got('_io').FileIO('{library}/appworld/own.py', 'w')": "Read-only|Permission",
-    "P('/proc/self/environ').read_text()": "FileNotFoundError",
-    "os.posix_spawn('/bin/true', ['true'], dict())": "not permitted",
-    "got('socket').create_connection(('127.0.0.1', 9), 5)": "not permitted",
-    "len(bytearray(6 * 10 ** 9))": "MemoryError",
-    "'a' * 10 ** 7": "^a{{20000}}$",
-    "all(True for _ in iter(int, 1))": "timed out after 20 seconds",
-}
+# Code that avoids the package's own guard, which checks names -> a pattern of its output
+PROBES = r"""
+    P('/etc/passwd').read_text() -> FileNotFoundError
+    [e.name for e in os.scandir('{root}/data/tasks')] -> \[\s*'?"?{task}'?"?\s*\]
+    sorted(e.name for e in os.scandir('{root}/data/tasks/{task}')) -> \W+dbs\W+specs.json\W+$
+    P('{root}/data/datasets/test.txt').read_text() -> FileNotFoundError
+    got('appworld.task', fromlist=['Task']).Task.load('{task}').ground_truth.answer -> doesn't exist
+    got('appworld.evaluator', fromlist=['x']).evaluate_task('{task}', 'episode').passes -> doesn't exist
+    P('{project}/README.md').read_text() -> FileNotFoundError
+    sorted(os.environ) -> ^\W+APPWORLD_CACHE\W+APPWORLD_ROOT\W+$
+    got('_io').FileIO('{root}/data/base_dbs/phone.db', 'r+') -> Read-only|Permission
+    got('_io').FileIO('{library}/appworld/own.py', 'w') -> Read-only|Permission
+    P('/proc/self/environ').read_text() -> FileNotFoundError
+    os.posix_spawn('/bin/true', ['true'], dict()) -> not permitted
+    got('socket').create_connection(('127.0.0.1', 9), 5) -> not permitted
+    len(bytearray(6 * 10 ** 9)) -> MemoryError
+    'a' * 10 ** 7 -> ^a{{20000}}$
+    all(True for _ in iter(int, 1)) -> timed out after 20 seconds
+"""
 
 
 def test_probes_reach_no_answer_and_no_file_but_those_of_their_episode(env, monkeypatch):
@@ -526,12 +504,11 @@ def test_probes_reach_no_answer_and_no_file_but_those_of_their_episode(env, monk
     env.reset(task)
     env.step(block("import json\njson.leak = 2\nleak = 3\ngot = __import__('_io')\n"
                      "got.FileIO('/tmp/leak', 'w').close()"))
-    told = dict(root=root, task=start, project=ROOT, library=library)
-    for probe, wanted in PROBES.items():
-        step = env.step(block(f"{GOT}print({probe.format(**told)})"))
+    for probe, wanted in table(PROBES.format(root=root, task=start, project=ROOT, library=library)):
+        step = env.step(block(f"{GOT}print({probe})"))
         env._replies = 1  # one episode for all
         said = step.observation.strip()
-        assert not step.done and re.search(wanted.format(**told), said), (probe, said[-500:])
+        assert not step.done and re.search(wanted, said), (probe, said[-500:])
         assert not any(secret in said for secret in secrets), (probe, said[-500:])
     env.reset(task)
     leaks = "import json\nprint(hasattr(json, 'leak'), 'leak' in globals(), __import__('os').access('/tmp/leak', 0))"
@@ -539,108 +516,77 @@ def test_probes_reach_no_answer_and_no_file_but_those_of_their_episode(env, monk
     assert converse(env, env.reset(task), env.expert())[1] == 1
 
 
-def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(env):
-    firsts = {}
-    for split in ("test", "unseen"):
-        for task in env.tasks(split):
-            firsts.setdefault(task.removeprefix(f"appworld-{split}-").partition(f"-{split}-")[0], task)
-    assert len(firsts) == 6
-    for task in firsts.values():
-        messages, reward = converse(env, env.reset(task), env.expert())
-        assert reward == 1, messages
-    assert converse(env, env.reset(task), env.expert())[0] == messages  # it repeats
-    code = env.solution(env.find(task))
-    for less in (code[-1:], [*code[:-2], code[-1]], [DONE]):
-        step = play(env, task, less)
-        assert not step.done or step.reward == 0
-
-
 def test_additional_changes_fail_the_task(env, monkeypatch):
     task, code = alarm(env)
     more = 'apis.phone.create_alarm(access_token=token, time="01:01", label="more")'
     reading = "print(apis.phone.show_alarms(access_token=token))"
-    assert play(env, task, [*code[:-1], reading, *code[-1:]]).reward == 1
-    assert play(env, task, [*code[:-1], more, *code[-1:]]).reward == 0
-    later = re.sub(r"time='\d\d", "time='23", code[2])
+    assert play(env, task, [*code[:-1], reading, code[-1]]).reward == 1
+    assert play(env, task, [*code[:-1], more, code[-1]]).reward == 0
+    assert play(env, task, later(code)).reward == 0
     move = of_family(env, "unseen", "alarm-move")
     renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
     *found, done = env.solution(env.find(move))
     assert play(env, move, [*found, renamed, done]).reward == 0
-    assert play(env, task, [*code[:2], later, *code[3:]]).reward == 0
     monkeypatch.setattr(env, "share_of_tests", True)
     assert play(env, task, code[-1:]).reward == pytest.approx(1 / 3)
-    assert play(env, task, [*code[:2], later, *code[3:]]).reward == pytest.approx(2 / 3)
+    assert play(env, task, later(code)).reward == pytest.approx(2 / 3)
 
 
 def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
-    env.reset(env.tasks("train")[0])
-    steps = [env.step("I think.") for _ in range(MAX_REPLIES)]
+    task = env.tasks("train")[0]
+    steps = replay(env, env.find(task), ["I think."] * 99)
     assert [step.done for step in steps] == [False] * 29 + [True]
     assert {step.observation for step in steps} == {FORM} and steps[-1].reward == 0
-    task, code = alarm(env)
-    env.reset(task)
-    step = env.step(block("__import__('ctypes').CDLL(None)._exit(0)"))
-    assert (step.reward, step.done) == (0, True)
-    assert step.observation == "The episode is over: its process has ended."
-    assert play(env, task, code).reward == 1
+    step = play(env, task, ["__import__('ctypes').CDLL(None)._exit(0)"])
+    assert step == Step("The episode is over: its process has ended.", 0.0, True)
 
 
 def test_malformed_changes_fail_only_the_episode(env, monkeypatch):
-    task, _ = alarm(env)
-    changes = data.start_changes(small_appworld(), env.find(task)["start"])
+    task = env.find(alarm(env)[0])
+    changes = data.start_changes(small_appworld(), task["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
-        assert env.judge.share(env.find(task), {**changes, "phone.jsonl": bad}) == 0
-    assert env.judge.share(env.find(task), {}) == 0
+        assert env.judge.share(task, {**changes, "phone.jsonl": bad}) == 0
+    assert env.judge.share(task, {}) == 0
     monkeypatch.setattr(env.judge, "_run_tests", lambda task, changes: dict(error="no tests"))
     with pytest.raises(EnvError, match="can't be judged: no tests"):
-        env.judge.share(env.find(task), changes)
+        env.judge.share(task, changes)
 
 
-def test_splits_repeat_nothing_and_the_official_layout_plays(env, tmp_path):
-    root = small_appworld()
-    assert {split: len(tasks) for split, tasks in env.splits.items()} == {
-        "train": 72, "validation": 36, "test": 36, "unseen": 42}
-    keys = [key for tasks in env.splits.values() for key in tasks]
-    asked = [(root / "data/tasks" / key / "specs.json").read_text() for key in keys]
-    assert len({*keys}) == len({*asked}) == len(keys) and env.test_splits == ("test", "unseen")
+def test_official_data_are_read_or_what_is_missing_is_named(env, tmp_path):
+    def official():
+        return make("appworld", appworld_root=str(tmp_path))
 
-    given = tmp_path / "data/datasets"
-    given.mkdir(parents=True)
+    root, keys, folder = small_appworld() / "data", [*env.splits["train"]], tmp_path / "data"
+    (folder / "datasets").mkdir(parents=True)
     for name in ("base_dbs", "tasks"):
-        (tmp_path / "data" / name).symlink_to(root / "data" / name)
-    lists = {name: keys[3 * n:3 * n + 3] for n, name in enumerate(("train", "dev", "test_normal", "test_challenge"))}
-    for step, missing in ((None, "train.txt"), (["none_1"], "tasks/none_1/specs.json"), (keys[3:6], "standard/phone.json")):
-        for name, tasks in lists.items() if step else ():
-            (given / f"{name}.txt").write_text("\n".join(step if name == "dev" else tasks))
-        with pytest.raises(UsageError, match=f"{missing} is missing; .*appworld download data"):
-            make("appworld", appworld_root=str(tmp_path))
-    (tmp_path / "data/api_docs").symlink_to(root / "data/api_docs")
-    official = make("appworld", appworld_root=str(tmp_path))
-    assert official.test_splits == ("test_normal", "test_challenge")
-    assert official.tasks("validation") == [f"appworld-validation-{key}" for key in keys[3:6]]
+        (folder / name).symlink_to(root / name)
+    assert "train.txt is missing; download the official data" in refusal(official)
+    for name, key in zip(("train", "dev", "test_normal", "test_challenge"), ["none_1", *keys]):
+        (folder / f"datasets/{name}.txt").write_text(key)
+    assert "tasks/none_1/specs.json is missing" in refusal(official)
+    (folder / "datasets/train.txt").write_text(keys[3])
+    assert "standard/phone.json is missing" in refusal(official)
+    (folder / "api_docs").symlink_to(root / "api_docs")
+    assert official().test_splits == ("test_normal", "test_challenge")
+    assert official().tasks("validation") == [f"appworld-validation-{keys[0]}"]
 
 
 def test_a_new_task_is_judged_exactly(env):
-    generator = env.task_generator()
     task = of_family(env, "train", "note-more")
-    code = env.solution(env.find(task))
-    found, = generator.finds(task, ["I look.", *map(block, code)], random.Random(0))
-    assert found["template"] and found["solution"] == [*map(block, [*code[:-1], DONE])]
+    *code, done = env.solution(env.find(task))
+    found, = env.task_generator().finds(task, ["I look.", *map(block, [*code, done])], random.Random(0))
+    assert found["template"] and found["solution"] == [*map(block, [*code, DONE])]
     assert 'added_content = "' in found["text"] and "token" not in found["text"]
-    assert generator.refusal(found["task"]) is None and generator.verify(found) is None
 
     made = env.add(found["task"])
-    page = env.reset(made)
-    assert found["text"] in page and converse(env, page, env.expert())[1] == 1
+    assert found["text"] in env.reset(made)
     shown = play(env, made, ["print(apis.supervisor.show_active_task()['instruction'])"])
     assert shown.observation.strip() == found["text"]
-    for wrong in ([*code[:-2], code[-1]], [*code[:-1], code[-2], code[-1]],
-                  [*code[:-1], "apis.supervisor.complete_task(answer=3)"]):
+    for wrong in ([*code[:-1], done], [*code, code[-1], done], [*code, "apis.supervisor.complete_task(answer=3)"]):
         assert play(env, made, wrong).reward == 0
 
     start = env.find(of_family(env, "train", "alarm-new"))["start"]
     code = env.solution(dict(start=start))
     made = env.add(dict(start=start, text="An alarm, please.", code=code))
-    later = re.sub(r"time='\d\d", "time='23", code[2])
     assert play(env, made, code).reward == 1
-    assert play(env, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
+    assert play(env, made, later(code)).reward == 0  # as many changes, but others

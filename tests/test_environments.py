@@ -2,26 +2,23 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
 from collections import Counter
-from contextlib import suppress
 from importlib import import_module
 
 import psutil
 import pytest
-from conftest import ROOT, make_tokenizer, refusal, table, wait_for_end
+from conftest import ROOT, refusal, table, wait_for_end
 
 import environments
 import envs
-from dpo import Trajectory
-from engine.chat import Encoder
-from engine.trajectories import write as write_jsonl
 from environments import expert_files
 from environments.appworld import data as appworld
 from environments.intercodesql import questions
-from environments.webshop import shop
+from environments.webshop import pages, shop
 from evolve import Explored, tells
 
 
@@ -60,16 +57,14 @@ class Counted(str):
         counted, "__getitem__ partition split strip lower find rfind".split())
 
 
-@pytest.mark.parametrize("parse, value", [
-    (shop.name_and_argument, "x[x"), (shop.name_and_argument, "x]]"), (shop.name_and_argument, "[x"),
-    (envs.unmarked, "`"), (envs.unmarked, "` "), (envs.unmarked, "*`x"), (envs.Environment().action, "Action: `\n")],
-    ids=lambda given: getattr(given, "__name__", repr(given)))  # no address: xdist compares names
-def test_a_reply_is_parsed_in_linear_time(parse, value):
+@pytest.mark.parametrize("value", ["x[x", "x]]", "[x", "`", "` ", "*`x", "Action: `\n"])
+def test_a_reply_is_parsed_in_linear_time(value):
     """The number of characters that are read is at most proportional to the length."""
-    for text in (value * 1000, value * 1000 + "x", value[0] * 1000 + value[1:] * 1000):
-        Counted.read = 0
-        parse(Counted(text))
-        assert 0 < Counted.read <= 12 * len(text)
+    for parse in pages.name_and_argument, envs.unmarked, envs.Environment().action:
+        for text in (value * 1000, value * 1000 + "x", value[0] * 1000 + value[1:] * 1000):
+            Counted.read = 0
+            parse(Counted(text))
+            assert Counted.read <= 12 * len(text)
 
 
 def test_a_new_environment_inherits_the_defaults_of_Environment():
@@ -81,9 +76,8 @@ def test_a_new_environment_inherits_the_defaults_of_Environment():
     assert env.step("red") == envs.Step("again", 0.0, False)
     assert env.step("blue").done
     assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
-    for missing in (env.expert, env.task_generator, lambda: env.tasks("dev")):
-        with pytest.raises(environments.UsageError, match="^echo: [^\n]*$"):
-            missing()
+    for missing in env.expert, env.task_generator, lambda: env.tasks("dev"):
+        assert re.fullmatch("echo: .*", refusal(missing))
 
 
 def test_an_added_task_has_one_id_which_no_other_object_knows():
@@ -99,37 +93,52 @@ def test_an_added_task_has_one_id_which_no_other_object_knows():
             other.find(unknown)
 
 
-@pytest.mark.parametrize("action, replies", [
-    ("look around", [
-        "look around", "Thought: I look.\nAction: look around", "Thought: Action: none\nAction: look around",
-        "Action: look around\nThat should help.", "Thought: so.\r\nAction:\r\n\tlook around\r\n"]),
-    ("look around", [  # in the forms of chat models
-        "**Action:** look around", "**Action: look around**", "### Action\nlook around", "Action 2: look around",
-        "Action：look around", "Action: `look around` to see", 'Action: "look around"', "`look around`",
-        "Action:\n```\nlook around\n```", "```text\nAction: look around\n```", "**look around**"]),
-    ("look around", [  # two rounds: the second was written without the page that the first one leads to
-        "Action: look around\nAction: wait", "Thought: a Action: look around Thought: b Action: wait",
-        "Action: look around\nObservation: a room\nAction: wait"]),
-    (" look around", [" look around"]), ("", ["", "Action:"]), ("0", ["Action: 0\nso"]),
-    ("a *b* `c` d", ["Action: a *b* `c` d"]), ("a\nb", ["a\nb", "```python\na\nb\n```"])])
-def test_an_action_is_found_in_every_form_of_reply(action, replies):
-    for reply in replies:
-        assert Echo().action(reply) == action, reply
+@pytest.mark.parametrize("reply, action", table("""
+    look around -> look around
+    Thought: I look.⏎Action: look around -> look around
+    Thought: Action: none⏎Action: look around -> look around
+    Action: look around⏎That should help. -> look around
+    Thought: so.␍⏎Action:␍⏎\tlook around␍⏎ -> look around
+    **Action:** look around -> look around
+    **Action: look around** -> look around
+    I look.⏎### Action⏎look around -> look around
+    Action 2: look around -> look around
+    Action：look around -> look around
+    Action: `look around` to see -> look around
+    Action: "look around" -> look around
+    `look around` -> look around
+    **look around** -> look around
+    Action:⏎```⏎look around⏎``` -> look around
+    ```text⏎Action: look around⏎``` -> look around
+    Action: look around⏎Action: wait -> look around
+    Thought: a Action: look around Thought: b Action: wait -> look around
+    Action: look around⏎Observation: a room⏎Action: wait -> look around
+    ->
+    Action: ->
+    Action: 0⏎so -> 0
+    Action: a *b* `c` d -> a *b* `c` d
+    a⏎b -> a⏎b
+    ```python⏎a⏎b⏎``` -> a⏎b
+"""))
+def test_an_action_is_found_in_every_form_of_reply(reply, action):
+    """Of several actions the first counts. The others were written before the next page was shown."""
+    reply = reply.replace("␍", "\r").replace("⏎", "\n")
+    assert Echo().action(reply) == action.replace("⏎", "\n")
 
 
 # ------------------------------------------------------------------- the contract of environments
 
 # Name -> its other options, the sizes of its splits, and what no two splits may share of a task
 ROWS = {
-    "webshop": ({}, dict(train=600, validation=158, test=250, unseen=144),
+    "webshop": ({}, "unseen 144, train 600, validation 158, test 250",
                 lambda env, goal: (goal["query"], sorted(goal["attributes"] + goal["goal_options"]))),
-    "intercodesql": ({}, dict(train=1000, validation=300, test=300, unseen=200),
+    "intercodesql": ({}, "train 1000, validation 300, test 300, unseen 200",
                      lambda env, task: sorted(map(sorted, questions.schema_key(env.data.databases[task["db"]])))),
-    "scienceworld": (dict(task_types="short"), dict(train=676, validation=70, seen=75, unseen=75),
+    "scienceworld": (dict(task_types="short"), "train 676, validation 70, seen 75, unseen 75",
                      lambda env, task: task),
-    "bfcl": (dict(bfcl_category="all"), dict(train=400, validation=80, test=320), lambda env, task:
+    "bfcl": (dict(bfcl_category="all"), "train 400, validation 80, test 320", lambda env, task:
              json.dumps(import_module("environments.bfcl.data").start_state(task["start"])["config"], sort_keys=True)),
-    "appworld": ({}, dict(train=72, validation=36, test=36, unseen=42),
+    "appworld": ({}, "train 72, validation 36, test 36, unseen 42",
                  lambda env, task: appworld.specs(env.judge.root, task["start"])),
 }
 ALL = [f"{name} full" for name in ROWS]
@@ -155,7 +164,7 @@ def worlds(*names):
 @worlds(*ALL)
 def test_splits_have_their_sizes_and_share_nothing(world):
     _, sizes, part = ROWS[world.name]
-    assert {split: len(tasks) for split, tasks in world.splits.items()} == sizes
+    assert ", ".join(f"{split} {len(tasks)}" for split, tasks in world.splits.items()) == sizes
     parts = [{repr(part(world, task)) for task in tasks.values()} for tasks in world.splits.values()]
     assert len(set.union(*parts)) == sum(map(len, parts))
 
@@ -264,23 +273,31 @@ def test_a_task_of_a_split_is_refused(found):
 # ------------------------------------------------------------------------- experts that are stuck
 
 
-@pytest.mark.parametrize("replies, said, earned", [
-    ("red red blue", "say blue, red, again, red", 0.0), ("pink blue", "say blue, pink, again, blue", 1.0),
-    ("blue red", "say blue, blue", 1.0), ("half", "say blue, half, again", 0.0), ("", "say blue", 0.0)])
+@pytest.mark.parametrize("replies, said, earned", table("""
+    red red blue -> say blue, red, again, red -> 0.0
+    pink blue -> say blue, pink, again, blue -> 1.0
+    blue red -> say blue, blue -> 1.0
+    half -> say blue, half, again -> 0.0
+    -> say blue -> 0.0
+"""))
 def test_an_expert_that_ends_before_the_episode_has_failed(replies, said, earned):
     """So has one without success at the end of the episode. Later replies are not played."""
     env = Echo()
     env.step = lambda reply: envs.Step("again", 1.0 if reply == env.word else 0.5 * (reply == "half"), reply == env.word)
     messages, reward = environments.converse(env, env.reset("echo-train-1"), environments.saying(replies.split()))
-    assert (reward, ", ".join(turn["content"] for turn in messages)) == (earned, said)
+    assert ", ".join(turn["content"] for turn in messages) == said and str(reward) == earned
 
 
-@pytest.mark.parametrize("change", [
-    str.upper, lambda page: "", lambda page: page.replace("$", "USD "), lambda page: page[::2],
-    lambda page: page.replace("price lower than", "for"), lambda page: page.replace("[SEP]", "/")])
-def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(change, monkeypatch):
-    show = shop.show
-    monkeypatch.setattr(shop, "show", lambda *page, **first: change(show(*page, **first)))
+@pytest.mark.parametrize("old, new", table(r"""
+    [a-z] -> X
+    . ->
+    \$ -> USD
+    lower than -> for
+    SEP -> /
+"""))
+def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(old, new, monkeypatch):
+    show = pages.Shop.show
+    monkeypatch.setattr(pages.Shop, "show", lambda *page, **first: re.sub(old, new, show(*page, **first)))
     found = [*expert_files.experts(shop.WebShop(), None, 5)]
     assert len(found) == 5 and all(0 <= reward < 1 for *_, reward in found)
 
@@ -368,44 +385,32 @@ def test_all_fields_of_a_runs_trajectories_are_known():
     assert vars(Explored()).keys() <= {"task", "messages", "reward", *expert_files.PLAYED}
 
 
+def experts_in(folder, rows, env=None, dropped=None):
+    """Returns the experts of a file with these rows, and the lines that are printed."""
+    lines = []
+    file = folder / "experts"
+    file.write_text(rows if isinstance(rows, str) else json.dumps(rows))
+    return [*expert_files.experts(env or Echo(), str(file), 0, dropped, lines.append)], lines
+
+
 def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp_path):
     """The task does not fit, or the first reply does not."""
-    env, encoder, rows = Echo(), Encoder(make_tokenizer("chatml")), [row()]
-    for most in 9, 99_999:
-        t = Trajectory("echo-train-0")
-        running = envs.episode(env, encoder, t, most)
-        with suppress(StopIteration):
-            running.send(None)
-            running.send(None)
-        rows.append(vars(t))
-    assert [len(each["messages"]) for each in rows[1:]] == [0, 1]
-    file = tmp_path / "rows.jsonl"
-    write_jsonl(file, rows)
+    full = [row(ended="context_limit", turns=0, messages=row()["messages"][:n], reward=0.0) for n in (0, 1)]
+    lines = "\n".join(map(json.dumps, [row(), *full]))
     dropped = Counter()
-    found = [*expert_files.experts(env, str(file), 0, dropped)]
-    assert found == [("echo-train-0", row()["messages"], 1.0)]
-    assert dropped == {"too long": 2} and [*expert_files.experts(env, str(file), 0)] == found
+    assert experts_in(tmp_path, lines, dropped=dropped) == ([("echo-train-0", row()["messages"], 1.0)], [])
+    assert dropped == {"too long": 2}
 
 
-def test_published_entries_without_a_reward_are_counted_in_one_line(tmp_path):
-    file, lines = tmp_path / "list.json", []
-    for entries in ([listed(), listed(reward=1), listed()], [listed(reward=0.5)]):
-        file.write_text(json.dumps(entries))
-        rewards = [reward for *_, reward in expert_files.experts(Echo(), str(file), 0, report=lines.append)]
-        assert rewards == [entry.get("reward", 1.0) for entry in entries]
-    file.write_text(json.dumps(row()))  # a run's trajectory always has one
-    assert len([*expert_files.experts(Echo(), str(file), 0, report=lines.append)]) == 1
-    assert lines == [f"{file}: 2 of 3 expert trajectories have no reward; they count as 1"]
-
-
-def test_the_loss_field_of_published_turns_is_read(tmp_path):
-    """In AgentLM's form of the lists, loss is null or true, and false for the "OK"."""
-    entry = listed()
-    for said, loss in zip(entry["conversations"], (None, False, None, True)):
+def test_published_entries_are_read_and_those_without_a_reward_counted_in_one_line(tmp_path):
+    """In AgentLM's form of the lists, turns have a loss, null or true, and false for the "OK"."""
+    masked = listed()
+    for said, loss in zip(masked["conversations"], (None, False, None, True)):
         said["loss"] = loss
-    (tmp_path / "f").write_text(json.dumps([entry]))
-    assert expert_files.read_experts(str(tmp_path / "f"), Echo()) == [(
-        "echo-train-0", [dict(role="user", content="say red"), dict(role="assistant", content="Action: red")], 1.0)]
+    found, lines = experts_in(tmp_path, [listed(), listed(reward=0.5), masked])
+    messages = [dict(role="user", content="say red"), dict(role="assistant", content="Action: red")]
+    assert found == [("echo-train-0", messages, reward) for reward in (1, 0.5, 1)]
+    assert lines == [f"{tmp_path}/experts: 2 of 3 expert trajectories have no reward; they count as 1"]
 
 
 def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):
@@ -416,10 +421,6 @@ def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):
         def start(self, what):
             return super().start(what) + "!"
 
-    file = tmp_path / "experts"
-    file.write_text(json.dumps(row()))
-    assert [*expert_files.experts(Told("short"), str(file), 0)] == [
-        ("echo-train-0", row()["messages"], 1.0)]
-    for played in Told(), Louder():
-        with pytest.raises(environments.UsageError, match="echo-train-0 is another task here.*--view"):
-            next(expert_files.experts(played, str(file), 0))
+    assert experts_in(tmp_path, row(), Told("short"))[0] == [("echo-train-0", row()["messages"], 1.0)]
+    for env in Told(), Louder():
+        assert re.search("echo-train-0 is another task here.*--view", refusal(experts_in, tmp_path, row(), env))

@@ -22,15 +22,13 @@ class Echo(Toy):
     max_turns = 4
 
     def reset(self, task):
-        self.n = int(self.find(task).split("-")[-1])
-        self.turns = 0
+        self.n, self.turns = int(task[-1]), 0
         return f"task {task} " + "page " * (self.n % 5)
 
     def step(self, reply):
         self.turns += 1
         page = f"you said {len(reply)} " + "word " * (len(reply) % 7)
-        done = self.n % 3 == 0 and self.turns == 2
-        return Step(page, 0.25 * self.turns, done, 0.5 * self.turns)
+        return Step(page, 0.25 * self.turns, self.n % 3 == 0 and self.turns == 2, 0.5 * self.turns)
 
 
 def play(agent, make_env=Echo, temperature=1.0, slots=3, backend="kv_cache"):
@@ -88,12 +86,11 @@ def test_an_episode_by_hand(encoder):
 
     # The agent is asked twice, and the conversation is what it read and wrote, in order.
     said = ["task toy-train-3 page page page ", "go on", "you said 5 " + "word " * 5, "stop here"]
-    start = encoder.start([dict(role="user", content=said[0])])
-    page = encoder.observation(said[2])
-    assert prompts == [start, start + whole + page]
-    assert t.ids == start + whole + page + kept + [end]
     assert t.messages == [dict(role=role, content=content)
                           for role, content in zip(["user", "assistant"] * 2, said)]
+    start, page = encoder.start(t.messages[:1]), encoder.observation(said[2])
+    assert prompts == [start, start + whole + page]
+    assert t.ids == start + whole + page + kept + [end]
 
     # 1 on what was sampled and kept, with its log-probabilities: not on the last end of turn.
     read, written = [0] * len(start), [1] * len(whole)
@@ -103,17 +100,15 @@ def test_an_episode_by_hand(encoder):
 
 
 def test_an_episode_whose_context_is_full_ends_there(encoder):
-    start, _ = scripted(encoder, [None])
-    assert start.ids == encoder.start(start.messages)
-    size = len(start.ids)
-    whole = [7] * 9 + [encoder.end_of_turn]
+    start = scripted(encoder, [None])[0].ids
+    size, whole = len(start), [7] * 9 + [encoder.end_of_turn]
     for reply, max_tokens, expected in [
             # An agent that can read no further has not replied.
-            (None, 400, (start.ids, 0, 0.0, 1)),
+            (None, 400, (start, 0, 0.0, 1)),
             # A reply that fills it is taken back whole, with its log-probabilities.
-            (whole[:9], size + 10, (start.ids, 0, 0.0, 1)),
+            (whole[:9], size + 10, (start, 0, 0.0, 1)),
             # So is a page after which no reply would fit; the reply before it stays, and its reward.
-            (whole[:9], size + 11, (start.ids + whole, 1, 0.25, 2)),
+            (whole[:9], size + 11, (start + whole, 1, 0.25, 2)),
             # An opening that fills it is never shown.
             (None, size, ([], 0, 0.0, 0))]:
         t, _ = scripted(encoder, [reply], max_tokens)
@@ -194,12 +189,11 @@ def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, mo
     monkeypatch.setattr(rollouts, "WAITS", [0.0])
     with pytest.raises(SystemExit, match="^toy-train-4: the shop is gone; start it again. Fix this"):
         toy_run("--method", "eto", env=Hole)
-    run = tmp_path / "run"
-    assert (run / "eval-0-target-test.jsonl").exists()
-    assert not any((run / "iter1").iterdir())
+    assert (tmp_path / "run/eval-0-target-test.jsonl").exists()
+    assert not any((tmp_path / "run/iter1").iterdir())
     # It goes on, once the environment is repaired.
     toy_run("--method", "eto")
-    assert len((run / "iter1/target.jsonl").read_text().splitlines()) == 8
+    assert len((tmp_path / "run/iter1/target.jsonl").read_text().splitlines()) == 8
 
 
 def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch):

@@ -18,8 +18,8 @@ from lab.settings import Settings
 WELL = (  # its replies to the prompts for a context, an action and proposals
     '<think>```json\n{"where": "draft"}\n```</think>```json\n{"where": "here", "try": "more"}\n```',
     "SHOW TABLES<|im_end|>",
-    '[{"query": "draft"}]</think>```json\n[{"intent": "i", "query": "how many NOUN do we have", '
-    '"action_sequence": ["SHOW TABLES", "SELECT COUNT(*) FROM NOUN", "submit"]}]\n```')
+    '[{"query": "draft"}]</think>```json\n[{"intent": "i", "query": "how many farms do we have", '
+    '"action_sequence": ["SHOW TABLES", "SELECT COUNT(*) FROM farms", "submit"]}]\n```')
 BADLY = ('```json\n["where"]\n```', "DROP TABLE x; --\nObservation: []\nAction: submit",
          '```json\n[{"query": 7}, "x", {"query": "q", "action_sequence": "submit"}, '
          '{"query": "q", "action_sequence": ["DROP TABLE x", "submit"]}]\n```')
@@ -27,34 +27,26 @@ SHORT = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an 
 
 
 @pytest.fixture
-def env():
-    return environments.make("intercodesql", "short")
-
-
-@pytest.fixture
-def explore(env, endpoint, tmp_path, monkeypatch):
+def explore(endpoint, tmp_path, monkeypatch):
     """explore(answers, n) returns two episodes of each of n tasks, their proposals and the sums of
     the phases' numbers. A second call resumes the run of the first one."""
     monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)  # no wait
     monkeypatch.setattr(evolve, "EXPLORER_EPISODES", 2)
-    tasks = env.tasks("train")
-    table = env.data.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
 
     def start(answers, n, guide="signals"):
         def answer(messages):
             asked = messages[0]["content"]
-            kind = 0 if "it is weak" in asked else 2 if "Write new tasks" in asked else 1
-            return answers[kind].replace("NOUN", table)
+            return answers[0 if "it is weak" in asked else 2 if "Write new tasks" in asked else 1]
 
         endpoint.answer = answer
         s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
                      explorer_model="m", slots=1, guide=guide, out=str(tmp_path / "run"))
         run = Run(s, environments.environment("intercodesql")())
+        tasks = run.env.tasks("train")[:n]  # the first is about farms
         signals = [dict(task=task, signal="forgetting", picked=True, success=None,
                         failure=[dict(role="user", content="a failure")],
-                        success_then=[dict(role="user", content=task)]) for task in tasks[:n]]
-        task_set = [dict(task=tasks[0], joined=0, text="a known text")]
-        finds = explorer.find_tasks(run, 1, None, task_set, signals)
+                        success_then=[dict(role="user", content=task)]) for task in tasks]
+        finds = explorer.find_tasks(run, 1, None, [dict(task=tasks[0], joined=0, text="a known text")], signals)
         taken = Counter()
         for numbers in run.done.values():
             taken.update({k: v for k, v in numbers.items() if isinstance(v, int)})
@@ -63,16 +55,20 @@ def explore(env, endpoint, tmp_path, monkeypatch):
     return start
 
 
-def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explore, endpoint):
+def prompts_to(endpoint):
+    return [body["messages"][0]["content"] for _, _, body in endpoint.seen]
+
+
+def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(explore, endpoint):
     episodes, (find, _), taken = explore(WELL, 1)  # one an episode
-    generator = env.task_generator()
+    generator = environments.make("intercodesql", "short").task_generator()
     assert find["text"].startswith("how many ") and find["solution"][0] == "SHOW TABLES"  # what it wrote
-    assert generator.refusal(find["task"]) is None and generator.verify(find) is None
+    assert generator.refusal(find["task"]) is generator.verify(find) is None
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
     assert taken["cut_prompts"] == 2 * 9  # an endpoint that always reads 100 tokens
     assert [m["role"] for m in episodes[0].messages] == ["user", "assistant"] * 10
-    reflection, act, *_, proposal = [body["messages"][0]["content"] for _, _, body in endpoint.seen]
+    reflection, act, *_, proposal = prompts_to(endpoint)
     for text in "no longer does", "user: a failure", "user: intercodesql-train-0":
         assert text in reflection
     assert 'above all:\n{"where": "here", "try": "more"}' in act and "a known text" in proposal
@@ -84,9 +80,8 @@ def test_proposals_of_another_form_are_counted_and_never_repaired(explore):
     assert [row["task"] for row in finds] == [None] * 6 and taken["unreadable"] == 1
     assert {evolve.refusal(None, row, set(), [], 1.0) for row in finds} == {
         "not of the form that was asked for"}
-    replies, observations = episode.messages[1::2], episode.messages[2::2]
-    assert [m["content"] for m in replies] == ["DROP TABLE x; --"] * 10  # not a submission
-    assert all("Error" in m["content"] for m in observations)
+    assert [m["content"] for m in episode.messages[1::2]] == ["DROP TABLE x; --"] * 10  # not a submission
+    assert all("Error" in m["content"] for m in episode.messages[2::2])
 
 
 ONE = json.dumps(dict(query="q", action_sequence=["Action:\n```sql\nSHOW TABLES\n```"]))
@@ -106,7 +101,7 @@ def test_an_object_that_cannot_be_parsed_is_none(reply, expected):
 
 @pytest.mark.parametrize("query, actions, expected", [
     ("q" * 1000, ["a", {"b": 1}], ["a", '{"b": 1}']), ("q" * 1001, ["a"], None),  # too long
-    (json.loads("[" * 900 + "]" * 900), ["a"], None), ("q", None, None), (" ", ["a"], None)])
+    ([[]], ["a"], None), ("q", None, None), (" ", ["a"], None)])
 def test_an_object_is_a_proposal_or_of_no_form(query, actions, expected):
     echo = SimpleNamespace(written=lambda task, proposal: dict(task=proposal["action_sequence"]))
     found = explorer.written(echo, "t", dict(query=query, action_sequence=actions))
@@ -133,8 +128,7 @@ def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kep
 def test_a_signal_that_is_refused_is_described_by_us(explore, endpoint):
     endpoint.faults = [NO] * 4 + [False, NO]  # any body is refused, and another signal is answered
     _, finds, taken = explore(SHORT, 2)
-    asked = [body["messages"][0]["content"] for _, _, body in endpoint.seen]
-    assert sum('above all:\n"it solved this task before' in text for text in asked) == 2
+    assert sum('above all:\n"it solved this task before' in text for text in prompts_to(endpoint)) == 2
     assert len(finds) == 4 and taken["unreadable"] == 1
 
 
@@ -154,7 +148,7 @@ def test_a_stop_names_the_line_of_the_endpoint_and_no_request_is_repeated(explor
 
 def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
     _, finds, taken = explore(SHORT, 2, guide="random")
-    asked = "".join(body["messages"][0]["content"] for _, _, body in endpoint.seen)
+    asked = "".join(prompts_to(endpoint))
     assert "above all" not in asked and "it is weak" not in asked
     assert taken["requests"] == 4 * 2  # of which none is a reflection
     assert len(finds) == 4 and all(row["task"] for row in finds)

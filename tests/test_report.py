@@ -5,8 +5,9 @@ import json
 import sys
 
 import pytest
+from conftest import refusal, table
 
-from common.files import file_hash
+from common.files import file_hash, read_json
 from lab import runfiles
 from lab.page import figures, page, report
 
@@ -15,52 +16,42 @@ SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, 
 WANT = "i need a red cotton curtain that is machine washable, and price lower than 40.00 dollars"
 
 
-def evaluation(agent, i, reward, success, split="test", **more):
-    return dict(function="evaluate", cache_key="r", name=agent, i=i, split=split, episodes=4, turns=4.25,
-                reward=reward, success=success, hard_negative=0.5, turn_limit=0.0, seconds=10.0) | more
 
 
-def exploration(agent, n, success, hard, reward, i=1):
-    return dict(function="explore", cache_key="r", name=agent, i=i, episodes=n, success=success,
-                hard_negative=hard, reward=reward, turns=4.0, turn_limit=0.0, seconds=1.0)
+def phases(text):
+    return {output: json.loads(record) for output, record in table(text)}
 
 
-def trained(function="train_preferences", seconds=1.0, **numbers):
-    return dict(function=function, cache_key="r", first_loss=0.69, loss=0.6, seconds=seconds, **numbers)
+PHASES = phases("""
+    experts.jsonl -> {"function": "collect_experts", "experts": 4, "dropped": {"reward": 2}, "seconds": 1.0}
+    sft-target -> {"function": "train_sft", "name": "target", "steps": 90, "tokens": 9000, "seconds": 3600.4}
+    sft-failure -> {"function": "train_sft", "name": "failure", "steps": 90, "seconds": 1.0}
+    iter1/target.jsonl -> {"function": "explore", "name": "target", "i": 1, "episodes": 300, "hard_negative": 0.3, "seconds": 1.0}
+    iter1/failure.jsonl -> {"function": "explore", "name": "failure", "i": 1, "episodes": 24, "hard_negative": 0.1667, "seconds": 1.0}
+    iter1/pairs-failure.jsonl -> {"function": "make_pairs", "pairs": {"failure>failure": 6}, "dropped": {}, "seconds": 0.0}
+    iter1/failure-agent -> {"function": "train_preferences", "name": "failure", "steps": 3, "seconds": 1.0}
+    iter1/pairs-target.jsonl -> {"function": "make_pairs", "pairs": {"expert>target": 12, "failure>failure": 5}, "dropped": {"equal failures": 4, "x y": 7}, "seconds": 0.0}
+    iter1/target-agent -> {"function": "train_preferences", "name": "target", "steps": 20, "seconds": 1.0}""")
+EVALUATION = dict(function="evaluate", split="test", episodes=4, turns=4.25, reward=0.0,
+                  success=0.0, hard_negative=0.5, turn_limit=0.0, seconds=10.0)
+REWARDS = {"eval-0-target-test.jsonl": [1.0, 0.5, 0.5, 0.0],
+           "eval-0-failure-test.jsonl": [1.0, 0.8, 0.0, 0.0],
+           "eval-1-target-test.jsonl": [1.0, 1.0, 0.4, 0.0],
+           "eval-1-failure-test.jsonl": [1.0, 0.6, 0.0, 0.0]}
+for output in REWARDS:
+    _, i, name, _ = output.split("-")
+    PHASES[output] = EVALUATION | dict(name=name, i=int(i))
 
 
-PHASES = {
-    "experts.jsonl": dict(function="collect_experts", experts=4, seconds=1.0,
-                          dropped={"reward": 2, "too long": 1}),
-    "sft-target": trained("train_sft", 3600.4, name="target", steps=90, tokens=9000),
-    "sft-failure": trained("train_sft", name="failure", steps=90),
-    "eval-0-target-test.jsonl": evaluation("target", 0, 0.5, 0.25),
-    "eval-0-failure-test.jsonl": evaluation("failure", 0, 0.45, 0.25),
-    "iter1/target.jsonl": exploration("target", 300, 0.5, 0.3, 0.7),
-    "iter1/failure.jsonl": exploration("failure", 24, 20 / 24, 4 / 24, 0.94),
-    "iter1/pairs-failure.jsonl": dict(function="make_pairs", seconds=0.0,
-                                      pairs={"failure>failure": 6}, dropped={}),
-    "iter1/failure-agent": trained(name="failure", i=1, steps=3),
-    "iter1/pairs-target.jsonl": dict(
-        function="make_pairs", seconds=0.0, dropped={"equal failures": 4, "x y": 7},
-        pairs={"expert>target": 12, "expert>failure": 30, "failure>failure": 5}),
-    "iter1/target-agent": trained(name="target", i=1, steps=20),
-    "eval-1-target-test.jsonl": evaluation("target", 1, 0.6, 0.5),
-    "eval-1-failure-test.jsonl": evaluation("failure", 1, 0.4, 0.25),
-}
-REWARDS = {0.5: [1.0, 0.5, 0.5, 0.0], 0.45: [1.0, 0.8, 0.0, 0.0], 0.6: [1.0, 1.0, 0.4, 0.0],
-           0.4: [1.0, 0.6, 0.0, 0.0]}
-
-
-def trajectory(task, agent, reward, replies, iteration=1, rollout=0, ended="done"):
+def trajectory(task, agent, reward, iteration=1, rollout=0, replies=("click[x]",)):
     page = f"Instruction: [SEP] {WANT} [SEP]"
-    messages = [{"role": "user", "content": f"WebShop [SEP] {page} Search"}]
+    messages = [dict(role="user", content=f"WebShop [SEP] {page} Search")]
     for reply in replies:
-        messages += [{"role": "assistant", "content": reply},
-                     {"role": "user", "content": f"{page} after {reply}"}]
-    return {"task": task, "agent": agent, "iteration": iteration, "rollout": rollout, "seed": 0,
-            "messages": messages, "ids": [], "action_mask": [], "reward": reward,
-            "turns": len(replies), "ended": ended}
+        messages += [dict(role="assistant", content=reply),
+                     dict(role="user", content=f"{page} after {reply}")]
+    return dict(task=task, agent=agent, iteration=iteration, rollout=rollout, seed=0,
+                messages=messages, ids=[5, 9, 11], action_mask=[0, 0, 1], reward=reward,
+                turns=len(replies), ended="done")
 
 
 def write_lines(path, objects):
@@ -68,30 +59,48 @@ def write_lines(path, objects):
     path.write_text("".join(json.dumps(each) + "\n" for each in objects))
 
 
-def write_run(folder, phases, **settings):
-    """A run's settings and phases, and the files of its evaluations."""
+def write_run(folder, phases, rewards={}, replies={}, **settings):
+    """Writes a run: its settings and phases, and the trajectories of phases, one for each task.
+
+    Args:
+        folder: The run's folder.
+        phases: The records of phases.json.
+        rewards: The rewards of the tasks, for the name of each trajectory file.
+        replies: The replies of each agent, if they are not only click[x].
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(settings={**SETTINGS, **settings})))
+    (folder / "config.json").write_text(json.dumps(dict(settings=SETTINGS | settings)))
     (folder / "phases.json").write_text(json.dumps(phases))
-    for output, row in phases.items():
-        if "split" in row and "name" in row:
-            write_lines(folder / output, [
-                trajectory(f"webshop-test-{n}", row["name"], reward, ["click[x]"], row["i"])
-                for n, reward in enumerate(REWARDS.get(row["reward"], [row["reward"]]))])
+    for output, of_tasks in rewards.items():
+        record = phases[output]
+        name, split = record.get("name", "expert"), record.get("split", "train")
+        write_lines(folder / output, [
+            trajectory(f"webshop-{split}-{n}", name, reward, record.get("i", 0),
+                       replies=replies.get(name, ["click[x]"]))
+            for n, reward in enumerate(of_tasks)])
     return folder
 
 
 @pytest.fixture
 def run(tmp_path):
-    return write_run(tmp_path / "run", PHASES)
+    return write_run(tmp_path / "run", PHASES, REWARDS)
 
 
-def table(run, title):
-    """Returns the rows of the table whose title starts with `title`, or no rows."""
-    for name, columns, rows in report.tables(run):
+def texts(rows, columns, form=str):
+    """Returns columns of rows, which are dicts, as one text per row."""
+    found = []
+    for row in rows:
+        cells = [form(row[name]) for name in columns.split(", ")]
+        found.append(" -> ".join(cells))
+    return found
+
+
+def shown(run, title, columns):
+    """Returns columns of the page's table whose title starts with `title`."""
+    for name, header, rows in report.tables(run):
         if name.startswith(title):
-            return [dict(zip([c.lstrip("<") for c in columns], map(str, row))) for row in rows]
-    return []
+            header = [column.lstrip("<") for column in header]
+            return texts([dict(zip(header, row)) for row in rows], columns)
 
 
 def test_interval_matches_the_normal_approximation_of_a_large_sample():
@@ -103,39 +112,36 @@ def test_interval_matches_the_normal_approximation_of_a_large_sample():
 
 
 def test_the_numbers_of_a_run_by_hand(run):
-    low, high = report.bootstrap_interval(REWARDS[0.6])
     report.close(run)
-    found = json.loads((run / "result.json").read_text())["evaluations"]
+    found = read_json(run / "result.json")["evaluations"]
     assert [e["reward"] for e in found] == [0.5, 0.45, 0.6, 0.4]
-    assert table(run, "Evaluation")[2] == {
-        "phase": "eval-1-target-test.jsonl", "name": "target", "split": "test", "episodes": "4",
-        "turns": "4.250", "reward": "0.600", "success": "50.0%", "hard negatives": "50.0%",
-        "turn limit": "0.0%", "h:mm:ss": "0:00:10", "low": f"{low:.3f}", "high": f"{high:.3f}",
-        "tasks": "4", "out of context": "0"}
-    assert [row["hard negatives"] for row in table(run, "explore")] == ["30.0%", "16.7%"]
-    failure, target = table(run, "make pairs")
-    assert [target[kind] for kind in PHASES["iter1/pairs-target.jsonl"]["pairs"]] == ["12", "30", "5"]
-    assert target["dropped"] == "4 equal failures, 7 x y" and failure["expert>target"] == "-"
-    assert table(run, "train sft")[0]["phase"] == "sft-target"
-    assert table(run, "All phases") == [{"phase": "13 phases", "h:mm:ss": "1:00:46", "steps": "203",
-                                         "episodes": "340", "tokens": "9,000"}]
+    assert shown(run, "Evaluation", "name, split, episodes, turns, reward, success")[2] == (
+        "target -> test -> 4 -> 4.250 -> 0.600 -> 50.0%")
+    columns = "hard negatives, turn limit, h:mm:ss, tasks, out of context"
+    assert shown(run, "Evaluation", columns)[2] == "50.0% -> 0.0% -> 0:00:10 -> 4 -> 0"
+    assert shown(run, "explore", "hard negatives") == ["30.0%", "16.7%"]
+    assert shown(run, "make pairs", "expert>target, failure>failure, dropped") == [
+        "- -> 6 -> -", "12 -> 5 -> 4 equal failures, 7 x y"]
+    assert shown(run, "train sft", "phase") == ["sft-target", "sft-failure"]
+    assert shown(run, "All phases", "phase, h:mm:ss, steps, episodes, tokens") == [
+        "13 phases -> 1:00:46 -> 203 -> 340 -> 9,000"]
 
 
 def test_phases_and_numbers_of_a_fork_may_have_any_names(run):
-    own = {"iter1/judge.jsonl": dict(function="judge", agreement=0.5, refused=3, dropped=7),
-           "iter1/notes.jsonl": dict(function="make_pairs", pairs=12),
-           "eval-1-bias.jsonl": dict(function="evaluate", split="test", bias=0.25),
-           "iter1/critic": dict(function="fit", steps="all", seen=None),
-           "eval-1-x-test.jsonl": evaluation("$\\frac$\x00", 1, 0.6, 0.5)}
-    phases = PHASES | {output: row | dict(seconds=1.0) for output, row in own.items()}
-    write_run(run, phases)
-    for output, row in own.items():
-        if output.endswith(".jsonl") and "episodes" not in row:
-            write_lines(run / output, [dict(messages=[dict(role="user", content="?")], verdict=1)])
+    own = phases(r"""
+        iter1/judge.jsonl -> {"function": "judge", "agreement": 0.5, "refused": 3, "dropped": 7, "seconds": 1.0}
+        iter1/notes.jsonl -> {"function": "make_pairs", "pairs": 12, "seconds": 1.0}
+        eval-1-bias.jsonl -> {"function": "evaluate", "split": "test", "bias": 0.25, "seconds": 1.0}
+        iter1/critic -> {"function": "fit", "steps": "all", "seen": null, "seconds": 1.0}""")
+    named = "eval-1-x-test.jsonl"
+    own[named] = PHASES["eval-1-target-test.jsonl"] | dict(name="$\\frac$\x00")
+    write_run(run, PHASES | own, {named: [1.0]})
+    for output in "iter1/judge.jsonl", "iter1/notes.jsonl", "eval-1-bias.jsonl":
+        write_lines(run / output, [dict(messages=[dict(role="user", content="?")], verdict=1)])
     report.close(run)
-    assert len(json.loads((run / "result.json").read_text())["evaluations"]) == 5
-    assert table(run, "judge") == [{"phase": "iter1/judge.jsonl", "agreement": "0.500",
-                                    "refused": "3", "dropped": "7", "h:mm:ss": "0:00:01"}]
+    assert len(read_json(run / "result.json")["evaluations"]) == 5
+    assert shown(run, "judge", "phase, agreement, refused, dropped, h:mm:ss") == [
+        "iter1/judge.jsonl -> 0.500 -> 3 -> 7 -> 0:00:01"]
     assert "iter1/judge.jsonl" in page.page(run)
 
 
@@ -143,64 +149,58 @@ def test_an_edited_output_is_marked_and_its_evaluation_is_recomputed(run):
     """Of the rewards 1, 0.5, 0.5 and 0 the first two are left: mean 0.75, half of them successes. A
     reverted edit is not marked."""
     name = "eval-0-target-test.jsonl"
-    phases = PHASES | {name: PHASES[name] | dict(hash=file_hash(run / name))}
-    (run / "phases.json").write_text(json.dumps(phases))
-    assert table(run, "Evaluation")[0]["phase"] == name
-    whole = (run / name).read_text()
-    (run / name).write_text("".join(whole.splitlines(keepends=True)[:2]))
-    row = table(run, "Evaluation")[0]
-    assert (row["phase"], row["reward"], row["success"]) == (f"{name} (edited since)", "0.750", "50.0%")
-    (run / name).write_text(whole)
-    assert table(run, "Evaluation")[0]["phase"] == name
+    path, whole = run / name, (run / name).read_text()
+    write_run(run, PHASES | {name: PHASES[name] | dict(hash=file_hash(path))})
+    columns = "phase, reward, success"
+    path.write_text("".join(whole.splitlines(keepends=True)[:2]))
+    assert shown(run, "Evaluation", columns)[0] == f"{name} (edited since) -> 0.750 -> 50.0%"
+    path.write_text(whole)
+    assert shown(run, "Evaluation", columns)[0] == f"{name} -> 0.500 -> 25.0%"
 
 
 @pytest.mark.filterwarnings("error")
 def test_an_evaluation_without_episodes_is_left_out(run):
     (run / "eval-1-target-test.jsonl").write_text("")
     report.close(run)
-    found = json.loads((run / "result.json").read_text())["evaluations"]
-    assert [e["output"] for e in found] == [
-        "eval-0-target-test.jsonl", "eval-0-failure-test.jsonl", "eval-1-failure-test.jsonl"]
+    found = [e["output"] for e in read_json(run / "result.json")["evaluations"]]
+    assert found == [output for output in REWARDS if output != "eval-1-target-test.jsonl"]
 
 
 def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
-    run = write_run(tmp_path, {"eval-1-target-test.jsonl": evaluation(
-        "target", 1, 0.6, 0.5, prompt_tokens=12000)}, env="appworld")
+    output = "eval-1-target-test.jsonl"
+    run = write_run(tmp_path, {output: PHASES[output] | dict(prompt_tokens=12000)}, env="appworld")
     rewards = {"a_1": 1, "a_2": 1, "b_1": 1, "b_2": 0.9, "c_1": 0}
-    write_lines(run / "eval-1-target-test.jsonl", [
-        trajectory(f"appworld-test-{key}", "target", reward, ["x"], ended="context_limit")
+    write_lines(run / output, [
+        trajectory(f"appworld-test-{key}", "target", reward) | dict(ended="context_limit")
         for key, reward in rewards.items()])
-    [row] = table(run, "Evaluation")
-    assert (row["scenarios"], row["sgc"], row["out of context"]) == ("3", "33.3%", "5")
-    assert row["prompt tokens"] == "12,000"
-    assert "sgc" not in table(write_run(tmp_path / "shop", PHASES), "Evaluation")[0]
+    assert shown(run, "Evaluation", "scenarios, sgc, out of context, prompt tokens") == [
+        "3 -> 33.3% -> 5 -> 12,000"]
+    write_run(run, PHASES, REWARDS)
+    assert "sgc" not in str(report.tables(run))
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """The target has rewards 0.5 and 0.6, with intervals. Equal runs give equal bytes."""
+    """The rewards of the target are 0.5 and 0.6, with intervals. Equal runs give equal bytes."""
     made, other = figures.run_figure(run), figures.run_figure(run)
     assert figures.address(made) == figures.address(other)
     reward, success = made.axes
-    line = reward.get_lines()[0]
-    assert [*map(tuple, line.get_xydata())] == [(0, 0.5), (1, 0.6)]
+    line, *_ = reward.get_lines()
+    assert line.get_xydata().tolist() == [[0, 0.5], [1, 0.6]]
     assert line.get_label() == "target agent, test"
-    band = reward.collections[0].get_paths()[0].vertices
-    intervals = [x for rewards in (REWARDS[0.5], REWARDS[0.6])
-                 for x in report.bootstrap_interval(rewards)]
-    assert (band[:, 1].min(), band[:, 1].max()) == (min(intervals), max(intervals))
+    low, high = report.bootstrap_interval(REWARDS["eval-1-target-test.jsonl"])
+    band = reward.collections[0].get_paths()[0].vertices.tolist()
+    assert [1.0, low] in band and [1.0, high] in band
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
 
 
 def test_a_missing_run_or_a_damaged_file_is_an_error_in_one_line(run, monkeypatch, capsys):
     path = run / "eval-1-target-test.jsonl"
     path.write_text(path.read_text()[:-9])
-    for given, says in ((run.parent, "not a run"), (run, "eval-1-target-test.jsonl, line 4: ")):
+    for given, says in (run.parent, "not a run"), (run, "eval-1-target-test.jsonl, line 4: "):
         monkeypatch.setattr(sys, "argv", ["page", str(given)])
-        with pytest.raises(SystemExit) as ended:
-            runfiles.command("page", page.main)
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and said.startswith("page: ") and says in said
-        assert said.count("\n") == 1
+        assert refusal(runfiles.command, "page", page.main) == "2"
+        line, = capsys.readouterr().err.splitlines()
+        assert line.startswith("page: ") and says in line
     with pytest.raises(ZeroDivisionError):  # a bug is no line
         runfiles.command("page", lambda argv: 1 / 0)
 

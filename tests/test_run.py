@@ -192,7 +192,7 @@ def test_a_base_on_the_hub_is_identified_by_its_commit(new_run, small_model, tmp
         if commit == "c":  # as in another process
             models.commit_of.cache_clear()
         r = new_run(model="x/y")
-        assert r.path_key(r.base) == expected * 40
+        assert r.key_of(r.base) == expected * 40
     models.commit_of.cache_clear()
 
 

@@ -1,11 +1,15 @@
 """run.sh, in a copy of the repository with a PATH that has only the needed tools."""
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, table
 
 TOOLS = "bash sh cat chmod dirname grep mkdir readlink rm sed touch uname".split()
 OLD = "exit 1"  # an interpreter whose version check fails
@@ -18,38 +22,38 @@ FULL = (f'case $* in */requirements.py*) ;; *version_info*) '
         f'exec "{sys.executable}" "$@" ;; *) echo "ran $*" ;; esac')
 
 
+def write_program(path, script):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def machine(tmp_path):
     """machine(python3=SCRIPT, ...)(*arguments) runs run.sh with these interpreters alone."""
     repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
-    for folder in (repo, repo / "lab", bin_, tmp_path / "home"):
-        folder.mkdir()
     shutil.copytree(ROOT / "environments", repo / "environments")
-    for name in "run.sh", "requirements.txt", "lab/requirements.py":
+    (repo / "lab").mkdir()
+    for name in "requirements.txt", "lab/requirements.py":
         shutil.copy(ROOT / name, repo / name)
     script = (ROOT / "run.sh").read_text()  # for machines with other devices than this one
-    (repo / "run.sh").write_text(script.replace("/dev/nvidia", f"{tmp_path}/nvidia").replace(
-        "/dev/kfd", f"{tmp_path}/kfd").replace("/opt/rocm", f"{tmp_path}"))
+    for path in "/dev/nvidia", "/dev/kfd", "/opt/rocm/.info/version":
+        script = script.replace(path, f"{tmp_path}/{Path(path).name}")
+    (repo / "run.sh").write_text(script)
+    bin_.mkdir()
     for tool in TOOLS:
         (bin_ / tool).symlink_to(shutil.which(tool))
 
     def build(**interpreters):
         for name, script in interpreters.items():
-            (bin_ / name.replace("_", ".")).write_text(f"#!/bin/bash\n{script}\n")
-            (bin_ / name.replace("_", ".")).chmod(0o755)
+            write_program(bin_ / name.replace("_", "."), script)
 
-        def run(*arguments, **env):
+        def run(*arguments, script="a repo/run.sh", **env):
             return subprocess.run(
-                [shutil.which("bash"), str(repo / "run.sh"), *arguments], cwd=tmp_path, text=True,
-                capture_output=True,
-                env={"PATH": str(bin_), "HOME": str(tmp_path / "home"), **env})
+                [shutil.which("bash"), script, *arguments], cwd=tmp_path, text=True,
+                capture_output=True, env={"PATH": str(bin_), "HOME": str(tmp_path), **env})
 
-        def install(script):
-            (repo / ".venv/bin").mkdir(parents=True)
-            (repo / ".venv/bin/python").write_text(f"#!/bin/bash\n{script}\n")
-            (repo / ".venv/bin/python").chmod(0o755)
-
-        run.venv, run.install = repo / ".venv", install
+        run.venv, run.install = repo / ".venv", partial(write_program, repo / ".venv/bin/python")
         return run
 
     return build
@@ -85,17 +89,13 @@ def test_each_folder_of_an_environment_is_a_command(machine, tmp_path):
 def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_spaces(machine, tmp_path):
     run = machine(python3=FULL)
     (tmp_path / "my bin").mkdir()
-    named = shutil.copy(tmp_path / "bin/python3", tmp_path / "my bin/python3")
-    (tmp_path / "bin/python3").unlink()
+    named = shutil.move(tmp_path / "bin/python3", tmp_path / "my bin/python3")
     assert run("page", "r", PYTHON=str(named)).stdout.startswith("ran -m lab.page.page r")
     # By a symbolic link, and with CDPATH, with which cd prints the folder.
     link = tmp_path / "link.sh"
     link.symlink_to(tmp_path / "a repo/run.sh")
     for script, cdpath in (link, ""), ("a repo/run.sh", str(tmp_path)):
-        done = subprocess.run([shutil.which("bash"), str(script), "page", "r"], cwd=tmp_path,
-                              text=True, capture_output=True, env={
-                                  "PATH": str(tmp_path / "bin"), "PYTHON": str(named),
-                                  "CDPATH": cdpath})
+        done = run("page", "r", script=script, PYTHON=str(named), CDPATH=cdpath)
         assert done.stdout.startswith("ran -m lab.page.page r"), done.stderr
 
 
@@ -172,88 +172,85 @@ MAKER = """case $* in */requirements.py*) ;; *"(3, 11)"*) exit {old} ;;
     *) echo "ran $*" ;; esac"""
 
 
-@pytest.mark.parametrize("status, old, said", [
-    (0, 0, None), (1, 0, "was not installed"), (0, 1, "needs Python 3.11, 3.12 or 3.13")])
+@pytest.mark.parametrize("status, old, said", table("""
+    0 -> 0 ->
+    1 -> 0 -> was not installed
+    0 -> 1 -> needs Python 3.11, 3.12 or 3.13"""))
 def test_appworld_gets_an_environment_of_its_own_once(machine, tmp_path, status, old, said):
-    log = tmp_path / "log"
-    maker = MAKER.format(python=sys.executable, log=log, status=status, old=old)
-    run = machine(python3=maker, python3_12=f"exit {old}" if old else maker)
+    log, maker = tmp_path / "log", MAKER.format(
+        python=sys.executable, log=tmp_path / "log", status=status, old=old)
+    run = machine(python3=maker, python3_12=maker)
     done = run("appworld", "--model", "m")
-    apps = f"{run.venv}-appworld"
     if said:
         assert said in one_line(done) and done.stdout == ""
-        assert run("test").stdout.startswith("ran -m pytest")  # with or without it
     else:
         assert done.stdout == "ran -m lab --env appworld --model m\n"
-        assert run("test").returncode == 0
-        assert log.read_text() == (f"{apps}/bin/python -m pip install appworld==0.1.3.post1\n"
-                                   f"{apps}/bin/appworld install\n")
+    assert run("test").stdout.startswith("ran -m pytest")  # with or without it
+    apps = f"{run.venv}-appworld"
+    assert said or log.read_text() == (
+        f"{apps}/bin/python -m pip install appworld==0.1.3.post1\n{apps}/bin/appworld install\n")
     assert not run.venv.exists()
-    known = log.read_text() if log.exists() else ""
-    assert run("webshop").stdout.startswith("ran ") and (log.read_text() if known else "") == known
+    log.write_text("")
+    assert run("webshop").stdout.startswith("ran ") and log.read_text() == ""
 
 
-def test_active_environment_that_satisfies_the_requirements_is_used(machine):
+@pytest.mark.parametrize("words, line", table("""
+    webshop --seed 3 -> -m lab --env webshop --seed 3
+    study a -> -m lab.study.study a
+    compare a -> -m lab.study.compare a
+    page a -> -m lab.page.page a
+    play a -> -m lab.chat.play a
+    learn a -> -m lab.learn a
+    test -k x -> -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -k x"""))
+def test_active_environment_that_satisfies_the_requirements_is_used(machine, words, line):
     run = machine(python3=FULL)
-    done = run("test", "-k", "a name")
-    assert done.stdout == ("ran -m pytest -q -rs --durations=10 -n logical --maxprocesses 4 "
-                           "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
-    assert "-m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
-    for command in "study", "compare", "page", "play":
-        module = {"compare": "study.compare", "play": "chat.play"}.get(command, f"{command}.{command}")
-        assert run(command, "a").stdout == f"ran -m lab.{module} a\n"
-        assert (ROOT / "lab" / f"{module.replace('.', '/')}.py").exists()
-    assert not run.venv.exists()
+    done = run(*words.split())
+    assert (done.stdout, done.returncode) == (f"ran {line}\n", 0) and not run.venv.exists()
+    assert importlib.util.find_spec(line.split()[1])
 
 
-@pytest.mark.parametrize("device, visible, processes", [
-    (None, 2, 1), ("nvidia0", 0, 1), ("nvidia0", 1, 1), ("nvidia3", 2, 2), ("kfd", 3, 3)])
-def test_each_gpu_that_torch_can_use_gets_a_process(
-        machine, tmp_path, device, visible, processes):
+@pytest.mark.parametrize("device, visible, processes", table("""
+    other -> 2 -> 1
+    nvidia0 -> 0 -> 1
+    nvidia0 -> 1 -> 1
+    nvidia3 -> 2 -> 2
+    kfd -> 3 -> 3"""))
+def test_each_gpu_that_torch_can_use_gets_a_process(machine, tmp_path, device, visible, processes):
     """CUDA_VISIBLE_DEVICES has no effect on the number."""
     run = machine(python3=f'case "$*" in *device_count*) echo {visible}; exit ;; esac\n{FULL}')
-    if device:
-        (tmp_path / device).touch()
+    (tmp_path / device).touch()
     done = run("webshop", CUDA_VISIBLE_DEVICES="0,1")
-    assert (done.stdout, done.stderr) == ("ran -m lab --env webshop\n" * processes, "")
+    assert (done.stdout, done.stderr) == ("ran -m lab --env webshop\n" * int(processes), "")
 
 
-LISTS_A_GPU = "echo 'GPU 0: NVIDIA H100'"
-
-
-@pytest.mark.parametrize("there, nvidia_smi, visible, wheel, index", [
-    (["nvidia0"], None, "0", "for CUDA", None), (["nvidia3"], None, "0", "for CUDA", None),
-    ([], LISTS_A_GPU, "0", "for CUDA", None),  # WSL has no device of a GPU
-    ([], "echo No devices were found; exit 6", "0", "for CPUs", "cpu"),
-    (["nvidia-uvm"], None, "0", "for CPUs", "cpu"), (["nvidia0", "kfd"], None, "0", "for CUDA", None),
-    (["kfd", "6.4.1-83"], None, "0", "for ROCm 6.4", "rocm6.4"),
-    (["kfd"], None, "0", None, "install ROCm"), ([], None, "0", "for CPUs", "cpu"),
-    (["nvidia0"], None, "", "for CPUs", "cpu"), (["nvidia0"], None, "-1", "for CPUs", "cpu")])
+@pytest.mark.parametrize("there, nvidia_smi, visible, wheel, index, pips, said", table("""
+    nvidia0 -> -> 0 -> torch for CUDA -> -> 1 -> PIP_INDEX_URL
+    nvidia3 -> -> 0 -> torch for CUDA -> -> 1 -> PIP_INDEX_URL
+    -> echo 'GPU 0: NVIDIA H100' -> 0 -> torch for CUDA -> -> 1 -> PIP_INDEX_URL
+    -> echo No devices were found -> 0 -> torch for CPUs -> cpu -> 2 -> PIP_INDEX_URL
+    nvidia-uvm -> -> 0 -> torch for CPUs -> cpu -> 2 -> PIP_INDEX_URL
+    nvidia0 kfd -> -> 0 -> torch for CUDA -> -> 1 -> PIP_INDEX_URL
+    kfd version -> -> 0 -> torch for ROCm 6.4 -> rocm6.4 -> 1 -> no torch for ROCm 6.4
+    kfd -> -> 0 -> -> -> 0 -> install ROCm, or train on the CPU: CUDA_VISIBLE_DEVICES=
+    -> -> 0 -> torch for CPUs -> cpu -> 2 -> PIP_INDEX_URL
+    nvidia0 -> -> -> torch for CPUs -> cpu -> 2 -> PIP_INDEX_URL
+    nvidia0 -> -> -1 -> torch for CPUs -> cpu -> 2 -> PIP_INDEX_URL"""))
 def test_the_wheel_of_torch_depends_on_the_machine(
-        machine, tmp_path, there, nvidia_smi, visible, wheel, index):
-    """The venv's pip logs its arguments, and finds nothing."""
+        machine, tmp_path, there, nvidia_smi, visible, wheel, index, pips, said):
+    """WSL has no device of a GPU. The venv's pip logs its arguments, and finds nothing. An index
+    other than PyPI is tried once. PyPI has wheels for CPUs, but not for ROCm."""
     log = tmp_path / "pip"
+    log.touch()
     pip = f'#!/bin/bash\ncase "$*" in *install*) echo "$*" >>"{log}"; exit 1 ;; esac\n'
     run = machine(python3=f"""case "$*" in *requirements.py*) echo torch; exit 1 ;; *version_info*) ;;
-        "-m venv"*) mkdir "$3/bin"; echo '{pip}' >"$3/bin/python"; chmod +x "$3/bin/python" ;; esac""",
-                  **{"nvidia-smi": nvidia_smi} if nvidia_smi else {})
-    for name in there:
-        if name[0].isdigit():
-            (tmp_path / ".info").mkdir()
-            (tmp_path / ".info/version").write_text(f"{name}\n")
-        else:
-            (tmp_path / name).touch()
+        "-m venv"*) mkdir "$3/bin"; echo '{pip}' >"$3/bin/python"; chmod +x "$3/bin/python" ;; esac""")
+    write_program(tmp_path / "bin/nvidia-smi", nvidia_smi)
+    for name in there.split():
+        (tmp_path / name).write_text("6.4.1-83\n")
     done = run("webshop", CUDA_VISIBLE_DEVICES=visible)
-    if not wheel:
-        assert index in one_line(done) and "CUDA_VISIBLE_DEVICES=" in one_line(done)
-        return
-    assert f"torch {wheel}\n" in done.stderr
-    asked = log.read_text().splitlines()
-    # An index other than PyPI is tried once.
-    assert ("--retries 0 --index-url" in asked[0]) == bool(index)
-    assert not index or f"https://download.pytorch.org/whl/{index} torch>=" in asked[0]
-    # PyPI has wheels for CPUs, but not for ROCm.
-    assert len(asked) == {"cpu": 2, "rocm6.4": 1, None: 1}[index]
+    assert wheel in done.stderr and said in one_line(done)
+    asked = log.read_text()
+    assert asked.count("install") == int(pips)
+    url = r"--retries 0 --index-url https://download.pytorch.org/whl/(\S+) torch>="
+    assert re.findall(url, asked) == index.split()
     assert ("needs 5 GB" in done.stderr) == (index == "cpu")
-    assert ".venv-install.log" in (said := one_line(done))
-    assert ("no torch for ROCm" if index == "rocm6.4" else "PIP_INDEX_URL") in said

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import transformers
 from accelerate import Accelerator
-from conftest import ROOT, files_of, refusal
+from conftest import ROOT, files_of, refusal, table
 
 from common.files import read_json
 from engine import command, machine
@@ -42,15 +44,10 @@ def test_an_agent_that_this_user_may_not_read_is_not_called_damaged(toy_run, mon
     out = toy_run(*flags)
     weights = out / "sft-target/model.safetensors"
     (out / "eval-0-target-test.jsonl").unlink()
-    if os.getuid() == 0:  # root may read all files
-        allowed = os.access
-        monkeypatch.setattr(os, "access", lambda file, how: Path(file) != weights and allowed(file, how))
-        from engine import models
-
-        def refuse(*_, **__):
-            raise PermissionError(13, "Permission denied", str(weights))
-        monkeypatch.setattr(models.transformers.AutoModelForCausalLM, "from_pretrained", refuse)
-    weights.chmod(0)
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda file, how: Path(file) != weights and allowed(file, how))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Mock(
+        side_effect=PermissionError(13, "Permission denied", str(weights))))
     said = refusal(toy_run, *flags)
     assert "this user may not read it" in said and "damaged" not in said and weights.exists()
 
@@ -85,37 +82,35 @@ def test_a_missing_module_of_the_user_has_its_traceback(tmp_path):
     assert "Traceback" in done.stderr and "a_module_of_mine" in done.stderr
 
 
-@pytest.mark.parametrize("devices, lists, found", [
-    ([], None, False), (["nvidia3"], None, True), (["nvidiactl", "nvidia-uvm"], None, False),
-    (["kfd"], None, True), (["dxg"], "GPU 0: NVIDIA H100", True), ([], "No devices found", False)])
-def test_a_gpu_that_torch_cannot_use_is_noticed(devices, lists, found, tmp_path, monkeypatch):
-    """WSL has no device of a GPU, and a container may have another than the first."""
+@pytest.mark.parametrize("devices, lists, found", table("""
+    -> -> False
+    nvidia3 -> -> True
+    nvidiactl nvidia-uvm -> -> False
+    kfd -> -> True
+    dxg -> GPU 0: NVIDIA H100 -> True
+    -> No devices found -> False"""))
+def test_a_gpu_is_noticed(devices, lists, found, tmp_path, monkeypatch):
+    """WSL has no device of a GPU, and a container may have another than the first. A machine
+    without NVIDIA's driver has no nvidia-smi."""
     def nvidia_smi(*_, **__):
-        if lists is None:
+        if not lists:
             raise FileNotFoundError("nvidia-smi")
         return SimpleNamespace(stdout=lists)
 
-    for name in devices:
+    for name in devices.split():
         (tmp_path / name).touch()
     monkeypatch.setattr(machine.subprocess, "run", nvidia_smi)
-    assert machine.has_gpu(tmp_path) == found
+    assert str(machine.has_gpu(tmp_path)) == found
+
+
+def test_gpus_that_torch_cannot_use_are_refused_unless_they_are_hidden(monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
     for visible in "", "-1":
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         machine.check_torch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
     assert "cannot use this machine's GPUs" in refusal(machine.check_torch)
-
-
-def test_a_pipe_as_input_is_refused(tmp_path):
-    """The next pipe would have the same path, and its content would not be read."""
-    read, write = os.pipe()
-    done = subprocess.run([sys.executable, "-m", "lab.learn", f"/dev/fd/{read}", "--out", tmp_path],
-                          cwd=ROOT, pass_fds=[read], capture_output=True, text=True)
-    os.close(read)
-    os.close(write)
-    assert done.returncode == 2 and "is a pipe; give an existing file" in done.stderr
 
 
 def test_a_tracker_that_cannot_start_is_named(toy_run, monkeypatch):
@@ -129,9 +124,11 @@ def test_a_tracker_that_cannot_start_is_named(toy_run, monkeypatch):
 
 
 def test_the_users_matplotlib_settings_do_not_apply(toy, tmp_path):
+    """Nor does the backend that a notebook sets."""
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
     run = shutil.copytree(toy[0], tmp_path / "run")
-    done = start("-m", "lab.page.page", run, MATPLOTLIBRC=str(tmp_path))
+    done = start("-m", "lab.page.page", run, MATPLOTLIBRC=str(tmp_path),
+                 MPLBACKEND="module://matplotlib_inline.backend_inline")
     assert (done.returncode, done.stderr) == (0, "") and (run / "run.html").exists()
 
 

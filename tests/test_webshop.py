@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import DATA, ROOT, table
@@ -33,7 +34,7 @@ KETTLE = {"name": "Enamel Kettle", "Title": "Enamel Kettle", "query": "kettle",
           "product_category": CATEGORY, "Attributes": ["easy clean"],
           "BulletPoints": ["Stays cool"], "Description": "Drip free."}
 WANT = {"name": "Enamel Kettle", "query": "kettle", "price_upper": 30.0,
-        "product_category": CATEGORY,
+        "product_category": CATEGORY, "instruction": "i need a kettle",
         "attributes": ["easy clean", "drip free"], "goal_options": ["navy", "large"]}
 
 
@@ -44,7 +45,7 @@ SMALL = catalogue.ShopData(
         {**KETTLE, "asin": "B0BBBBBBBB", "Title": "Copper Kettle", "price": 20.5, "options": {}},
         {**KETTLE, "asin": "B0CCCCCCCC", "Title": "Kettle", "price": 9.0, "options": {},
          "BulletPoints": []}],
-    goals={"train": [{**WANT, "instruction": "i need a kettle"}], "test": []}, families=[])
+    goals={"train": [WANT], "test": []})
 HEAD = "Instruction: [SEP] i need a kettle [SEP] Back to Search [SEP] "
 SEARCH = "WebShop [SEP] Instruction: [SEP] i need a kettle [SEP] Search"
 PAGE_1 = HEAD + ("Page 1 (Total results: 3) [SEP] Next > [SEP] B0CCCCCCCC [SEP] Kettle [SEP] $9.0 "
@@ -92,14 +93,10 @@ def test_text_of_every_kind_of_page(actions, text):
 
 def test_of_options_that_share_a_value_the_last_is_chosen():
     """By the official rule: a dictionary of values, in which later options replace earlier ones."""
-    options = {"color": ["natural", "black"], "shade color": ["natural", "white"],
-               "size": ["natural", "large"]}
-    product = {**KETTLE, "asin": "B0AAAAAAAA", "price": 20.0, "options": options}
-    goal = {**WANT, "attributes": ["easy clean"], "goal_options": ["natural", "large", "black"],
-            "instruction": "i need a kettle"}
-    _, steps = small_shop(f"{OPEN}; click[natural]; click[black]; click[Buy Now]",
-                          data=catalogue.ShopData([product], {"train": [goal], "test": []}, []))
-    assert steps[-1].reward == 0.8  # 1 attribute, 2 options, the price of 5
+    product = SMALL.products[0] | {"options": {"color": ["navy", "large"], "size": ["large"]}}
+    _, steps = small_shop(f"{OPEN}; click[large]; click[navy]; click[Buy Now]",
+                          data=replace(SMALL, products=[product]))
+    assert steps[-1].reward == 4 / 5  # 2 attributes, navy and large
 
 
 @pytest.mark.parametrize("before, action, why", table(f"""
@@ -169,32 +166,22 @@ def test_the_short_view_leaves_out_what_was_shown_before():
 
 
 def test_catalogue_is_built_of_near_twins():
+    """Of the four twins of a goal, one meets it. The others are too dear, lack its colour, or both."""
     data = catalogue.shop_data()
-    assert len(data.products) == len({p["asin"] for p in data.products}) == 384
+    assert len({p["asin"] for p in data.products}) == 384
     assert all(re.fullmatch("B0[A-Z0-9]{8}", p["asin"]) for p in data.products)
-    assert len({word for name in catalogue.TYPES for word in name.split()}) == 24
-    for split, goals in data.goals.items():
-        for goal in goals:
-            twins = [p for p in data.products if p["Title"] == goal["name"]]
-            cheap = [p["price"] <= goal["price_upper"] for p in twins]
-            colour = [goal["goal_options"][0] in p["options"]["color"] for p in twins]
-            faults = sorted(zip(cheap, colour))
-            assert faults == [(False, False), (False, True), (True, False), (True, True)]
-            best = twins[[a and b for a, b in zip(cheap, colour)].index(True)]
-            options = dict(enumerate(goal["goal_options"]))
-            assert webshop.webshop_reward(best, goal, options, best["price"],
-                                          catalogue.type_words) == 1
-            tens = [t for t in range(10, 1000, 10) if t > min(p["price"] for p in twins)]
-            assert goal["price_upper"] in tens[1:5]  # about the larger of two of the first four
-            limit = f", and price lower than {goal['price_upper']:.2f} dollars"
-            assert goal["instruction"].endswith(limit)
+    for goal in sum(data.goals.values(), []):
+        limit, (colour, *_) = goal["price_upper"], goal["goal_options"]
+        twins = {(p["price"] <= limit, colour in p["options"]["color"]): p
+                 for p in data.products if p["Title"] == goal["name"]}
+        assert len(twins) == 4 and best_purchase(twins[True, True], goal) == 1
+        assert goal["instruction"].endswith(f", and price lower than {limit:.2f} dollars")
 
 
 def test_no_two_options_or_attributes_count_as_equal():
     """Otherwise a wrong click would pay."""
     products = catalogue.shop_data().products
-    options = {webshop.normalise_colour(value) for p in products
-               for values in p["options"].values() for value in values}
+    options = {webshop.normalise_colour(value) for p in products for value in sum(p["options"].values(), [])}
     attributes = {attribute for p in products for attribute in p["Attributes"]}
     for a, b in [*itertools.combinations(options, 2), *itertools.combinations(attributes, 2)]:
         assert webshop.token_set_ratio(a, b) <= 85, (a, b)
@@ -209,25 +196,19 @@ def best_purchase(product, goal):
         for chosen in itertools.product(*choices))
 
 
-def test_splits_share_no_goal_and_unseen_shares_no_product():
+def test_unseen_shares_no_product_with_the_other_splits():
     """By brute force over products and options, all products that meet a goal are on its side."""
     data = catalogue.shop_data()
-    goals = data.goals
-    assert len({goal["instruction"] for split in goals.values() for goal in split}) == 1152
-    families = {split: {goal["name"] for goal in goals[split]} for split in goals}
-    assert families["test"] <= families["train"] and len(families["train"]) == 84
-    assert len(families["unseen"]) == 12 and not families["unseen"] & families["train"]
-    assert {p["Title"] for p in data.products if p["held_out"]} == families["unseen"]
-    for split in goals:
-        for goal in goals[split][::10]:
-            best = {p["asin"]: best_purchase(p, goal) for p in data.products
-                    if p["query"] == goal["query"]}
-            assert not any(best_purchase(p, goal) for p in data.products[::40]
-                           if p["query"] != goal["query"])  # whatever words they share
-            meeting = {p["asin"] for p in data.products if catalogue.meets(p, goal)}
-            assert meeting == {asin for asin, reward in best.items() if reward == 1} != set()
-            assert all(p["held_out"] == (split == "unseen") for p in data.products
-                       if p["asin"] in meeting)
+    names = {split: {goal["name"] for goal in goals} for split, goals in data.goals.items()}
+    assert names["test"] <= names["train"] and len(names["train"]) == 84 and len(names["unseen"]) == 12
+    assert len({goal["instruction"] for goals in data.goals.values() for goal in goals}) == 1152
+    for split, goals in data.goals.items():
+        for goal in goals[::10]:
+            kind = [p for p in data.products if p["query"] == goal["query"]]
+            meeting = [p for p in kind if best_purchase(p, goal) == 1]
+            assert meeting == [p for p in data.products if catalogue.meets(p, goal)] != []
+            assert {p["held_out"] for p in meeting} == {split == "unseen"}
+            assert not any(best_purchase(p, goal) for p in data.products[::32] if p not in kind)
 
 
 def test_the_generated_data_are_the_same_in_every_process():
@@ -244,16 +225,14 @@ def test_goals_have_one_key_if_every_purchase_earns_the_same():
     """The key does not depend on words, order, or limits with no price in between."""
     shop = WebShop()
     generator = shop.task_generator()
-    for task in shop.tasks("train")[::60]:
-        goal = shop.find(task)
+    for goal in map(shop.find, shop.tasks("train")[::60]):
+        limit, attributes, options = goal["price_upper"], goal["attributes"], goal["goal_options"]
+        changes = [dict(instruction="in other words"), dict(attributes=attributes[::-1]),
+                   dict(goal_options=options[::-1]), dict(goal_options=options[:1]),
+                   dict(attributes=[*attributes, "nothing has this"])]
+        changes += [dict(price_upper=limit + more) for more in (0.5, -0.5, 1, 3, 10, 40)]
         kind = [p for p in generator.products if p["query"] == goal["query"]]
-        others = [goal | change for change in (
-            dict(instruction="in other words"), dict(attributes=goal["attributes"][::-1]),
-            dict(goal_options=goal["goal_options"][::-1]), dict(goal_options=goal["goal_options"][:1]),
-            dict(attributes=[*goal["attributes"], "nothing has this"]), *(
-                dict(price_upper=goal["price_upper"] + more) for more in (0.5, -0.5, 1, 3, 10, 40)))]
-        for other in others:
+        for other in (goal | change for change in changes):
             same = all(best_purchase(p, other) == best_purchase(p, goal) for p in kind)
             assert (generator.key(other) == generator.key(goal)) == same
-            if same:
-                assert generator.refusal(other) == "a goal of a split"
+            assert not same or generator.refusal(other) == "a goal of a split"

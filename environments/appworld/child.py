@@ -3,14 +3,13 @@ judgements.
 
     python child.py ROOT SECONDS MEGABYTES MAX_OUTPUT
 
-The client, processes.py, starts the server. The server's standard input is a socket to the client.
-The server runs in the virtual environment of the package, where the dependencies of this project
-are not installed. Of this project's modules, the server therefore imports only jail.py.
+The client, processes.py, starts the server with a socket as its standard input. The server runs in
+the virtual environment of the package, so it imports only jail.py of this project.
 
-The server imports all apps once. Then it forks a process for each episode and for each judgement.
-Each forked process isolates itself (see jail.py) and exchanges lines of JSON with the client. The
-process of an episode can read the task, but not the task's ground truth. The process of a judgement
-can read the ground truth, but runs no code written by a model.
+The server imports all apps once, and then forks a process for each job. Each forked process
+isolates itself (see jail.py) and exchanges lines of JSON with the client. The process of an episode
+can read the task, but not the task's ground truth. The process of a judgement can read the ground
+truth, but runs no code written by a model.
 """
 
 import gc
@@ -41,16 +40,15 @@ MAX_CALLS = 50  # maximum number of API calls that are reported per reply (our c
 
 
 def play(task: str, text: str | None, lines, send) -> None:
-    """Runs an episode until there are no more requests.
+    """Runs an episode in the start state of an AppWorld task, until there are no more requests.
 
     The function first sends the instruction and the person's name, email address and phone number.
-    Then it answers two kinds of requests. For {"code": ...}, it executes the code and sends the
-    output. For {"save": true}, it sends all changes that the episode has made in the apps.
+    For a request {"code": ...}, it executes the code and sends the output. For {"save": true}, it
+    sends all changes that the episode has made in the apps.
 
     Args:
-        task: Id of an AppWorld task. The episode begins in the start state of this task.
-        text: The instruction, if the task was made in training. If `text` is None, the instruction
-            of the AppWorld task is used.
+        task: Id of an AppWorld task.
+        text: The instruction of a task made in training, or None for that of the AppWorld task.
         lines: Iterator over the requests. Each request is a line of JSON.
         send: Function that sends its keyword arguments as a line of JSON.
     """
@@ -77,12 +75,8 @@ def play(task: str, text: str | None, lines, send) -> None:
 
 
 def record_calls(requester) -> list:
-    """Patches a `Requester` (the package's class for API calls) to record all its later calls.
-
-    Returns:
-        The list of recorded calls. The list is empty at first. Each later call appends an item
-        ["APP.API", arguments].
-    """
+    """Patches the package's `Requester`, so that each call appends ["APP.API", arguments] to the
+    list that this function returns."""
     calls = []
     request = requester._request
 
@@ -101,11 +95,7 @@ def record_calls(requester) -> list:
 
 
 def judge(task: str, changes: dict) -> dict:
-    """Runs the tests of a task on the changes that an episode has made in the apps.
-
-    Returns:
-        A dict with `passed`, the number of tests that pass, and `tests`, the number of all tests.
-    """
+    """Runs the tests of a task on the changes of an episode, and counts those that pass."""
     from appworld.evaluator import evaluate_task
     write_changes(task, "episode", changes)
     result = evaluate_task(task, "episode", save_report=False)
@@ -113,12 +103,11 @@ def judge(task: str, changes: dict) -> dict:
 
 
 def compare(task: str, changes: list[dict]) -> dict:
-    """Compares the final states of two episodes.
+    """Compares the final states of two episodes that began in the start state of a task.
 
     Args:
-        task: Id of the task in whose start state both episodes began.
-        changes: A list with the changes of the first and of the second episode. Changes are a dict
-            that maps file names to texts.
+        task: Id of the task.
+        changes: The changes of the first and of the second episode, each {file name: text}.
 
     Returns:
         A dict with `apps` (True if the apps contain the same records after both episodes) and
@@ -136,10 +125,9 @@ def compare(task: str, changes: list[dict]) -> dict:
 
 
 def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
-    """Returns the records in the given apps and the answer, both at the end of an episode.
+    """Returns {table: Counter of its rows} for the given apps, and the answer.
 
-    The records are a dict that maps each table to a Counter of the table's rows. The package's own
-    comparison is not used, because it only compares the number of changes and the hashes that the
+    The package's own comparison only compares the number of changes and the hashes that the
     episode saved. Two episodes with the same number of different changes would look equal.
     """
     from appworld.apps import get_all_apps
@@ -153,14 +141,12 @@ def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[d
             selected = ", ".join(f'"{column}"' for column in sorted(columns))
             rows = model.db.connection.execute(f'SELECT {selected} FROM "{model.__tablename__}"')
             records[f"{app}.{table}"] = Counter(rows)
-    records.pop("supervisor.Task", None)  # this table stores the answer, see below
+    records.pop("supervisor.Task", None)  # this table stores the answer
     return records, json.loads(models.supervisor.Task.first().answer)
 
 
 def write_changes(task: str, name: str, changes: dict) -> str:
-    """Writes the changes of an episode to the folder from which the package reads them.
-
-    Returns the path of the folder.
+    """Writes the changes of an episode to the folder where the package reads them, and returns it.
     """
     folder = Path(ROOT, "experiments/outputs", name, "tasks", task, "dbs")
     folder.mkdir(parents=True)
@@ -173,10 +159,7 @@ def write_changes(task: str, name: str, changes: dict) -> str:
 
 
 def warm() -> None:
-    """Imports all modules that a forked process needs, and fills the caches of the package.
-
-    The forked processes share this memory with the server, so they start quickly.
-    """
+    """Imports all modules and fills all caches that the forked processes share with the server."""
     import pytest  # noqa: F401  some tests of the tasks use pytest to compare numbers
     from appworld import AppWorld, evaluator, requester  # noqa: F401
     from appworld.apps import api_lib, get_all_apps
@@ -190,25 +173,15 @@ def warm() -> None:
     requester.build_main_app(tuple(sorted(get_all_apps())))
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)),
                           include_response_schemas=True)
-    # Freeze the clock at an arbitrary date and release it again, because each episode freezes the
-    # clock. Only the first freeze inspects all imported modules. It caches the result.
+    # Each episode freezes the clock. The first freeze inspects all imported modules.
     frozen = api_lib.set_local_date_and_time(datetime(2024, 1, 1))
     api_lib.unset_local_date_and_time(frozen)
-    # Exclude all existing objects from garbage collection. Otherwise the first collection in a
-    # forked process would write to all these objects, and the kernel would copy all shared memory.
+    # Garbage collection in a forked process would write to all objects, and copy all shared memory.
     gc.freeze()
 
 
 def visible_paths(task: str | None, truth: bool) -> list[str]:
-    """Returns the paths that a forked process can read.
-
-    Every process can read Python's libraries. If `task` is given, the process can also read the
-    data that all tasks share and the data of this task.
-
-    Args:
-        task: Id of the task, or None.
-        truth: True if the process can also read the task's ground truth.
-    """
+    """Returns the paths that a forked process can read: Python's libraries and the task's data."""
     paths = sysconfig.get_paths()
     libraries = sorted({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     if task is None:
@@ -222,13 +195,9 @@ def visible_paths(task: str | None, truth: bool) -> list[str]:
 def run_fork(line: int, report: int, do: str, task: str | None) -> None:
     """Does one job in a forked process.
 
-    The process first closes all files except two sockets to the client. Then the process isolates
-    itself and does the job.
-
     Args:
         line: File descriptor of the socket for requests and answers.
-        report: File descriptor of a socket. `jail.enter` sends a message on this socket when the
-            process ends.
+        report: File descriptor of the socket on which `jail.enter` reports the end of the process.
         do: The job: "play" (an episode), "judge", "compare" or "check".
         task: Id of the task, or None for "check".
     """
@@ -272,8 +241,7 @@ def serve() -> None:
     """Forks a process for each job that the client requests. Exits when the client has exited.
 
     A request is one short packet that contains the job. Two sockets are attached to the packet.
-    Longer texts are sent over the first socket, because a packet that is longer than the receiver's
-    buffer is truncated.
+    Longer texts are sent over the first socket, because long packets are truncated.
     """
     warm()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forked processes that end

@@ -2,8 +2,6 @@
 
 import ast
 import hashlib
-import itertools
-import re
 import subprocess
 import tempfile
 from functools import cache
@@ -12,26 +10,24 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.settings import UsageError
+from environments.appworld.python_code import calls_of
 from environments.user_files import read_json
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = "appworld==0.1.3.post1"  # pinned, because other versions come with different data
-# Virtual environment of the package, created by run.sh. The environment is separate, because the
-# package pins library versions that conflict with those of this project.
+# run.sh creates this virtual environment, because the package pins library versions that conflict
+# with those of this project.
 VENV = PROJECT / ".venv-appworld"
 SOURCES = ("small.py", "families.py")  # files that define the small AppWorld
 SMALL_SPLITS = ("train", "validation", "test", "unseen")
-# Maps each split of the official data to the name of the file that lists the split's task ids
+# {split of the official data: name of the file that lists its task ids}
 OFFICIAL = {"train": "train", "validation": "dev", "test_normal": "test_normal",
             "test_challenge": "test_challenge"}
 MAX_REPLIES = 30  # maximum number of replies per episode [AgentEvolver]
 
 
 def interpreter() -> str:
-    """Returns the path of the Python interpreter that has the package appworld.
-
-    Raises UsageError if the package is not installed.
-    """
+    """Returns the path of the Python interpreter that has the package appworld."""
     if not (VENV / f"has-{PACKAGE.replace('==', '-')}").exists():
         raise UsageError(f"appworld: the package {PACKAGE} is not in {VENV}; "
                       "bash run.sh appworld --help installs it")
@@ -39,10 +35,9 @@ def interpreter() -> str:
 
 
 def small_appworld() -> Path:
-    """Returns the folder of the small AppWorld. The folder is created on first use.
+    """Returns the folder of the small AppWorld, which is created on first use.
 
-    The folder's name contains a hash of the package's version and of the files in SOURCES. If the
-    version or one of these files changes, a new folder is created.
+    The folder's name contains a hash of the package's version and of the files in SOURCES.
     """
     here = Path(__file__).parent
     sources = [PACKAGE.encode(), *((here / name).read_bytes() for name in SOURCES)]
@@ -60,8 +55,7 @@ def small_appworld() -> Path:
 def checked_path(folder: Path) -> Path:
     """Returns `folder`, or raises UsageError if its path contains "memory".
 
-    If the path of a database contains this word, the package creates a database in memory instead
-    of reading the file.
+    The package creates a database in memory if the path of its file contains this word.
     """
     if "memory" in str(folder):
         raise UsageError(f"appworld: {folder} has 'memory' in its path, which the package takes "
@@ -70,10 +64,7 @@ def checked_path(folder: Path) -> Path:
 
 
 def make_small_appworld(folder: Path) -> Path:
-    """Runs small.py to create the small AppWorld in a folder, and returns the folder.
-
-    Raises UsageError if small.py fails.
-    """
+    """Runs small.py to create the small AppWorld in a folder, and returns the folder."""
     script = Path(__file__).with_name("small.py")
     run = subprocess.run(
         [interpreter(), "-I", str(script), str(folder)], stdin=subprocess.DEVNULL, text=True,
@@ -87,15 +78,7 @@ def make_small_appworld(folder: Path) -> Path:
 
 @cache
 def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
-    """Reads the task ids of all splits.
-
-    Returns:
-        A dict that maps each split to a dict of tasks. The dict of tasks maps each task id to
-        {"start": task id}. The order of the tasks is that of the split's file of task ids.
-
-    Raises:
-        UsageError: A file of the data is missing.
-    """
+    """Returns {split: {task id: {"start": task id}}}, in the order of the files of task ids."""
     tasks, files = {}, OFFICIAL if official else {name: name for name in SMALL_SPLITS}
     for split, name in files.items():
         keys = existing(root, f"datasets/{name}.txt").read_text().split()
@@ -108,7 +91,6 @@ def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
 
 
 def existing(root: Path, name: str) -> Path:
-    """Returns the path of the data file `name`. Raises UsageError if the file is missing."""
     file = root / "data" / name
     if not file.is_file():
         raise UsageError(f"--appworld-root {root}: {file} is missing; download the official data "
@@ -117,10 +99,7 @@ def existing(root: Path, name: str) -> Path:
 
 
 def solution(root: Path, key: str) -> list[str]:
-    """Returns the code of a task's official solution, split by the function `parts`.
-
-    Raises UsageError if the task has no solution.
-    """
+    """Returns the code of a task's official solution, split by the function `parts`."""
     file = root / "data/tasks" / key / "ground_truth/compiled_solution.py"
     if not file.is_file():
         raise UsageError(f"appworld: task {key} has no solution in {file.parent}; use tasks of the "
@@ -129,60 +108,41 @@ def solution(root: Path, key: str) -> list[str]:
 
 
 def parts(source: str) -> list[str]:
-    """Splits the code of a solution into parts. The expert sends one part per reply.
+    """Splits the body of the function `solution` into parts. The expert sends one part per reply.
 
-    `source` defines the function `solution`, and the body of this function is split. Each part
-    contains one top-level statement that calls APIs, such as an assignment or a whole loop, and
-    neighbouring statements that call no API. If there are more than MAX_REPLIES parts, consecutive
-    parts are joined.
+    Each part contains one top-level statement that calls APIs, such as an assignment or a whole
+    loop, and neighbouring statements that call no API. If there are more than MAX_REPLIES parts,
+    consecutive parts are joined.
     """
     module = ast.parse(source)
     function = next(node for node in module.body if isinstance(node, ast.FunctionDef))
-    pieces, has_call = [[]], False
+    pieces = [""]
+    has_call = False
     for statement in function.body:
-        calls = bool(calls_in(statement))
-        if calls and has_call:
-            pieces.append([])
-        has_call = calls or has_call
-        pieces[-1].append(ast.unparse(statement))
+        code = ast.unparse(statement)
+        if calls_of(code):
+            if has_call:
+                pieces.append("")
+            has_call = True
+        pieces[-1] += f"{code}\n"
     size = -(-len(pieces) // MAX_REPLIES)
-    groups = [pieces[n:n + size] for n in range(0, len(pieces), size)]
-    return ["\n".join(itertools.chain(*group)) for group in groups]
-
-
-def calls_in(tree: ast.AST) -> list[str]:
-    """Returns the name "APP.API" of each API call in a syntax tree, in the order of the source
-    code."""
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            match = re.fullmatch(r"apis\.(\w+\.\w+)", ast.unparse(node.func))
-            if match:
-                names.append((node.lineno, node.col_offset, match[1]))
-    return [name for _, _, name in sorted(names)]
+    return ["".join(pieces[n:n + size]).strip() for n in range(0, len(pieces), size)]
 
 
 def specs(root: Path, key: str) -> dict:
-    """Returns the specification of a task.
-
-    `instruction` is the text of the task. `supervisor` is a dict with the data of the person who
-    gives the instruction, such as name and email address.
-    """
+    """Returns the specification of a task, with `instruction`, `supervisor` (a person) and more."""
     return read_json(root / "data/tasks" / key / "specs.json")
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:
-    """Returns the changes that turn the databases shared by all tasks into a task's start state.
-
-    Like the changes of an episode, these changes are a dict that maps file names to texts.
-    """
+    """Returns the changes {file name: text} that turn the shared databases into a start state."""
     folder = root / "data/tasks" / key / "dbs"
     return {file.name: file.read_text() for file in sorted(folder.iterdir())}
 
 
 @cache
 def documents(root: Path) -> dict[str, dict]:
-    """Returns the documentation of all APIs, as a dict with a key "APP.API" for each API."""
+    """Returns the documentation of all APIs, {"APP.API": document}."""
     by_name = {}
     for file in sorted((root / "data/api_docs/standard").glob("*.json")):
         for api, document in read_json(file).items():

@@ -1,13 +1,13 @@
 """The environment AppWorld: an agent writes Python code that calls the APIs of a person's apps."""
 
-import re
-from importlib import import_module
 from pathlib import Path
 
 from environments import saying
 from environments.appworld import data
 from environments.appworld.judging import Judge
 from environments.appworld.processes import CodeResult, ProcessEnded
+from environments.appworld.python_code import block, code_of
+from environments.appworld.tasks import TaskGenerator
 from envs import Environment, Step
 
 PROMPT = """\
@@ -31,19 +31,14 @@ FORM = "There is no block of code, ```python ... ```, in this reply."
 class AppWorld(Environment):
     """The tasks of the official AppWorld, or of a small AppWorld in the same format.
 
-    Each task has tests that check the final state of the apps. At the end of an episode, the reward
-    is 1 if all tests pass, and otherwise 0. With appworld_reward="tests", the reward is the
-    fraction of tests that pass.
-
-    A task made in training has two tests. One test compares the final state of the apps with their
-    state after the task's solution. The other test compares the two answers. If the agent's code
-    kills its process or exceeds the time limit, the episode ends with reward 0.
+    At the end of an episode, the reward is 1 if all tests of the task pass, and otherwise 0. If the
+    agent's code kills its process or exceeds the time limit, the episode ends with reward 0.
 
     Args:
         view: "full" or "short". Both views show the same text.
         appworld_root: Path of the folder that contains the official `data`, or None for the small
             AppWorld.
-        appworld_reward: "all" or "tests", see above.
+        appworld_reward: "all", or "tests" for the fraction of tests that pass.
     """
     name = "appworld"
     rules = PROMPT
@@ -52,9 +47,7 @@ class AppWorld(Environment):
     def __init__(self, view: str = "full", appworld_root: str | None = None,
                  appworld_reward: str = "all"):
         super().__init__(view)
-        # The short view also has the prompt. Only the tiny model needs a view without a prompt, and
-        # the tiny model is never used with AppWorld.
-        self.prompt = PROMPT
+        self.prompt = PROMPT  # in the short view, too, because the tiny model never plays AppWorld
         python = data.interpreter()
         if appworld_root:
             root = data.checked_path(Path(appworld_root).resolve())
@@ -67,13 +60,12 @@ class AppWorld(Environment):
         self._episode = None
 
     def task_generator(self):
-        return import_module("environments.appworld.tasks").TaskGenerator(self)
+        return TaskGenerator(self)
 
     def start(self, task: dict) -> str:
         self.close()
         self._task = task
         self._replies = 0
-        self.changes = None  # the changes in the apps, stored when the episode ends
         self._episode = self.judge.start_episode(task)
         owner = self._episode.owner
         return (f"I am {owner['first_name']} {owner['last_name']}; my email address is "
@@ -90,12 +82,12 @@ class AppWorld(Environment):
                 result = self._episode.run(code)
             if not result.done and not last:
                 return Step(result.output, 0.0, False, idle=code is None)
-            self.changes = self._episode.changes()
+            changes = self._episode.changes()
         except ProcessEnded as error:
             self._episode = None
             return Step(f"The episode is over: {error}.", 0.0, True)
         self.close()
-        reward = self.judge.share(self._task, self.changes)
+        reward = self.judge.share(self._task, changes)
         if not self.share_of_tests:
             reward = float(reward == 1)
         return Step(result.output, reward, True)
@@ -115,18 +107,5 @@ class AppWorld(Environment):
         self._episode = None
 
     def solution(self, task: dict) -> list[str]:
-        """Returns the code of a task's solution, as a list with one item for each reply."""
+        """Returns the code of a task's solution, one item for each reply."""
         return task["code"] if "code" in task else data.solution(self.judge.root, task["start"])
-
-
-def code_of(reply: str) -> str | None:
-    """Returns the code in the first ```python block of a reply, or None if there is no such block.
-
-    The closing ``` may be missing.
-    """
-    match = re.search(r"```python\n(.*?)(?:```|\Z)", reply, re.DOTALL)
-    return match[1].strip() if match else None
-
-
-def block(code: str) -> str:
-    return f"```python\n{code}\n```"

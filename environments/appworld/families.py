@@ -1,9 +1,8 @@
-"""The task families of the small AppWorld. A family is a function that returns a random task for a
-given person.
+"""The task families of the small AppWorld.
 
-A person is a dict. It contains the contacts, alarms and notes that `small.py` has created in the
-person's apps. The solution of a task is a list of steps. A step is the code of one reply and makes
-one API call.
+A family is a function that returns a random task for a person, a dict with the contacts, alarms and
+notes that `small.py` has created. Each step of a solution is the code of one reply, and makes one
+API call.
 """
 
 import random
@@ -31,11 +30,10 @@ class Draft:
     Attributes:
         text: The instruction.
         apps: Apps that the solution uses.
-        steps: Code of the solution, as a list with one item for each reply. The steps that all
-            solutions have are left out, see `solution`.
-        wants: Changes that the solution must make, as a dict that maps tables to changes. The
-            changes in a table are {"added": [fields of a new record, ...]} or
-            {"updated": [(id of a record, its new fields), ...]}.
+        steps: Code of the solution, one item for each reply, without the steps that `solution`
+            adds.
+        wants: {table: changes that the solution must make}. The changes are {"added": [fields of a
+            new record, ...]} or {"updated": [(id of a record, its new fields), ...]}.
         answer: The correct answer, or None if the task needs no answer.
     """
     text: str
@@ -52,11 +50,7 @@ def login(app: str, person: dict) -> str:
 
 
 def solution(person: dict, draft: Draft) -> list[str]:
-    """Returns all steps of a solution.
-
-    The first steps read the person's passwords and log in to the first of the draft's apps. The
-    last step completes the task.
-    """
+    """Returns all steps of a solution, which logs in to the draft's first app at its beginning."""
     start = [LOOK, login(draft.apps[0], person)]
     return [*start, *draft.steps, DONE if draft.answer is None else ANSWER]
 

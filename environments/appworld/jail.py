@@ -30,30 +30,31 @@ FIRST_USER = 60_000   # the first of 4,000 user ids that Linux systems leave unu
 
 NOT_EQUAL, MASKED = 1, 7  # libseccomp's comparisons of an argument
 INT = 0xFFFFFFFF          # mask of the lower 32 bits, for arguments that the kernel reads as int
-# The filter makes these system calls fail. An item (name,) makes all calls of `name` fail. An item
-# (name, index, comparison, a, b) makes a call of `name` fail if the call's argument x at this index
-# satisfies the comparison. NOT_EQUAL is the comparison x != a. MASKED is (x & a) == b.
+# The filter makes these system calls fail.
 DENIED = (
     # calls that start processes, or that access other processes and their namespaces
-    ("fork",), ("vfork",), ("execve",), ("execveat",), ("ptrace",), ("unshare",), ("setns",),
-    ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keep the effect of `die_with_parent`
+    "fork vfork execve execveat ptrace unshare setns "
     # calls that install another filter. That filter could kill one thread, and the other threads
     # would wait for the killed thread.
-    ("seccomp",), ("prctl", 0, MASKED, INT, SET_SECCOMP),
-    ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
+    "seccomp "
     # calls that allocate memory outside the address space. The memory limit ignores such memory.
-    ("memfd_create",), ("shmget",), ("msgget",), ("mq_open",), ("vmsplice",),
+    "memfd_create shmget msgget mq_open vmsplice "
     # calls that store keys in the kernel. These keys remain after the process has ended.
-    ("add_key",), ("request_key",), ("keyctl",),
+    "add_key request_key keyctl "
     # calls that use kernel interfaces with a large attack surface
-    ("bpf",), ("perf_event_open",), ("userfaultfd",),
-    # calls that change resource limits. With a low limit, the agent's code could make the kernel
-    # kill its process with SIGKILL. The program would then see a failure of the machine, and not of
-    # the agent's code. Calls that only read limits are allowed.
-    ("setrlimit",), ("prlimit64", 2, NOT_EQUAL, 0, 0))
-# Numbers of newer system calls, which are the same on all architectures. The filter makes all of
-# these calls fail with ENOSYS, so that libraries use older calls instead.
+    "bpf perf_event_open userfaultfd "
+    # calls that change resource limits. With a low limit, the kernel would kill the process with
+    # SIGKILL, which looks like a failure of the machine, and not of the agent's code.
+    "setrlimit").split()
+# With (name, index, comparison, a, b), a call only fails if its argument x at this index satisfies
+# the comparison: NOT_EQUAL is x != a, and MASKED is (x & a) == b.
+DENIED_IF = (
+    ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keep the effect of `die_with_parent`
+    ("prctl", 0, MASKED, INT, SET_SECCOMP),      # installs another filter, see above
+    ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
+    ("prlimit64", 2, NOT_EQUAL, 0, 0))           # changes resource limits, see above
+# Numbers of newer system calls. They fail with ENOSYS, so that libraries use older calls instead.
 NEWER = range(424, 600)
 
 
@@ -68,30 +69,22 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> No
         own: Folders to which the new process can write. They are empty at first.
         megabytes: Maximum address space of the new process, in MiB.
         report: File descriptor to which the calling process writes "ended" when the new process
-            ends. If SIGKILL ended the new process, nothing is written. The reader of `report` then
-            recognises a kill from outside. File descriptors above `report` must be closed.
-
-    Raises:
-        OSError: The machine does not allow one of the steps of the isolation.
+            ends, unless SIGKILL ended it. File descriptors above `report` must be closed.
     """
     user = FIRST_USER + os.getpid() % 4_000 if os.geteuid() == 0 else None
     seccomp = ctypes.CDLL("libseccomp.so.2")
     separate(user is not None)
-    # Repeat this call, because entering a user namespace has cleared the setting of the first call.
-    die_with_parent()
+    die_with_parent()  # again, because entering a user namespace has cleared the first call
     build_root(visible, own, user)
     if process := os.fork():
-        # Close the calling process's copies of the sockets. Otherwise the client would not notice
-        # that the new process has closed the sockets.
+        # The client only notices the end of the new process if no other copy of its sockets exists.
         os.closerange(0, report)
         _, status = os.waitpid(process, 0)
         if status != 9:
             os.write(report, b"ended")
         os._exit(0)
     os.close(report)
-    # Start a new process group. A signal that the agent's code sends to its process group then
-    # reaches no other episode.
-    os.setsid()
+    os.setsid()  # so that a signal to the process group reaches no other episode
     set_limits(megabytes, user)
     drop_privileges(user)
     die_with_parent()
@@ -99,7 +92,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> No
 
 
 def call(name: str, *arguments) -> None:
-    """Calls the function `name` of the C library. Raises OSError if the function fails."""
+    """Calls a function of the C library. Raises OSError if the function fails."""
     arguments = [text.encode() if isinstance(text, str) else text for text in arguments]
     if getattr(LIBC, name)(*arguments):
         error = ctypes.get_errno()
@@ -113,8 +106,7 @@ def die_with_parent() -> None:
 def separate(root: bool) -> None:
     """Enters new namespaces for mounts, network, processes, IPC and host name.
 
-    Args:
-        root: True if the current user is root. Any other user also enters a new user namespace.
+    A user who is not root also enters a new user namespace.
     """
     user, group = os.geteuid(), os.getegid()
     namespaces = NEW_MOUNTS | NEW_NETWORK | NEW_PIDS | NEW_IPC | NEW_NAMES
@@ -134,9 +126,8 @@ def build_root(visible: list[str], own: list[str], user: int | None) -> None:
         own: Folders that are created empty and writable.
         user: User id of the owner of the folders in `own`, or None for the current user.
     """
-    # The new root folder is a tmpfs that is mounted over /proc. The mount hides nothing that the
-    # process needs, because no visible path is below /proc. Other processes still see the real
-    # /proc, because this process has its own mount namespace.
+    # No visible path is below /proc, and this process has its own mount namespace. It can therefore
+    # mount the new root folder, a tmpfs, over /proc.
     base = "/proc"
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
     limits = f"size={SIZE},nr_inodes={MAX_FILES},mode=755"
@@ -149,13 +140,11 @@ def build_root(visible: list[str], own: list[str], user: int | None) -> None:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
         call("mount", path, target, None, BIND, None)
-        # The remount must keep the flag noexec. In a user namespace, the kernel refuses a remount
-        # that clears this flag.
+        # In a user namespace, the kernel refuses a remount that clears the flag noexec.
         no_exec = os.statvfs(path).f_flag & NO_EXEC
         flags = REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | no_exec
         call("mount", None, target, None, flags, None)
     for path in own:
-        # exist_ok: the folder already exists if it contains a visible path.
         os.makedirs(base + path, exist_ok=True)
         if user is not None:
             os.chown(base + path, user, user)
@@ -170,9 +159,8 @@ def set_limits(megabytes: int, user: int | None) -> None:
     limits = {resource.RLIMIT_AS: megabytes << 20, resource.RLIMIT_FSIZE: SIZE,
             resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN}
     version = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
-    # On Linux before 5.14, RLIMIT_NPROC also counts processes of the same user outside the
-    # namespace. On such a kernel, the number of threads is limited only if the process gets a user
-    # id of its own.
+    # Before Linux 5.14, RLIMIT_NPROC also counts processes outside the namespace. It is then only
+    # set if the process gets a user id of its own.
     if user is not None or tuple(map(int, version)) >= (5, 14):
         limits[resource.RLIMIT_NPROC] = MAX_THREADS
     for kind, value in limits.items():
@@ -180,7 +168,6 @@ def set_limits(megabytes: int, user: int | None) -> None:
 
 
 def drop_privileges(user: int | None) -> None:
-    """Drops all capabilities of the process, and switches to the user id `user` if it is given."""
     for capability in range(64):
         LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # fails for unused capability numbers
     if user is not None:
@@ -193,13 +180,9 @@ def drop_privileges(user: int | None) -> None:
 def filter_calls(seccomp: ctypes.CDLL) -> None:
     """Installs the seccomp filter for system calls.
 
-    With the filter, the process can start threads but no processes, and cannot open network
-    sockets.
-    libseccomp also sets no_new_privs, so the process cannot gain privileges.
-
-    If the process makes a system call of another architecture (32-bit or x32), the filter kills the
-    whole process. By default, libseccomp kills only the calling thread. The other threads would
-    then wait for this thread until the time limit.
+    libseccomp also sets no_new_privs, so the process cannot gain privileges. A system call of
+    another architecture (32-bit or x32) kills the whole process. By default, libseccomp kills only
+    the calling thread, and the other threads would wait for it until the time limit.
     """
     allow, deny, kill_process, other_architecture = 0x7FFF0000, 0x50000, 0x80000000, 2
     seccomp.seccomp_init.restype = ctypes.c_void_p
@@ -207,10 +190,13 @@ def filter_calls(seccomp: ctypes.CDLL) -> None:
     failures = [seccomp.seccomp_attr_set(rules, other_architecture, ctypes.c_uint32(kill_process))]
     failures += [seccomp.seccomp_rule_add_array(rules, deny | errno.ENOSYS, number, 0, None)
                  for number in NEWER]
-    for name, *comparison in DENIED:
+
+    def add(name: str, comparisons: int, packed: bytes | None) -> int:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
-        packed = struct.pack("IIQQ", *comparison) if comparison else None
-        failures.append(seccomp.seccomp_rule_add_array(
-            rules, deny | errno.EPERM, number, len(comparison) // 4, packed))
+        return seccomp.seccomp_rule_add_array(
+            rules, deny | errno.EPERM, number, comparisons, packed)
+
+    failures += [add(name, 0, None) for name in DENIED]
+    failures += [add(name, 1, struct.pack("IIQQ", *comparison)) for name, *comparison in DENIED_IF]
     if any([*failures, seccomp.seccomp_load(rules)]):
         raise OSError("libseccomp cannot load the filter")

@@ -1,71 +1,52 @@
 """Judges the changes that an agent's code has made in the apps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from environments.appworld import data
-from environments.appworld.processes import Episode, ProcessEnded, server
+from environments.appworld.processes import CodeResult, Episode, ProcessEnded, server
 from envs import EnvError
 
 
 @dataclass
 class Trace:
-    """The results of running a solution part by part.
+    """The results of running a solution part by part."""
+    results: list[CodeResult]
+    changes: dict[str, str]  # all changes in the apps at the end, {file name: text}
+    process_error: str | None = None  # the reason why the process ended early
 
-    Attributes:
-        outputs: The printed output of each part.
-        calls: One list per part, with the API calls of the part. A call is ["APP.API", arguments].
-        changed: One bool per part. It is True if the part changed the apps.
-        changes: All changes in the apps at the end, as a dict that maps file names to texts.
-        done: True if the solution completed the task.
-        process_error: None if the whole solution was run. Otherwise the reason why the process
-            ended early. The result of the solution is then unknown.
-    """
-    outputs: list[str] = field(default_factory=list)
-    calls: list[list] = field(default_factory=list)
-    changed: list[bool] = field(default_factory=list)
-    changes: dict[str, str] = field(default_factory=dict)
-    done: bool = False
-    process_error: str | None = None
+    @property
+    def done(self) -> bool:
+        return bool(self.results) and self.results[-1].done
 
 
 class Judge:
     """Runs solutions, judges the final state of an episode, and compares two final states.
 
     Each of these jobs runs in a separate, isolated process.
-
-    Args:
-        python: Path of the Python interpreter that has the package appworld.
-        root: Folder that contains AppWorld's `data`.
     """
 
     def __init__(self, python: str, root: Path):
         self.python = python
         self.root = root
-        # For each task that was made during a run, the recorded calls of its solution (a Trace)
-        self._traces = {}
+        self._traces = {}  # {task made in training: the Trace of its solution}
 
     def start_episode(self, task: dict) -> Episode:
         return Episode(server(self.python, self.root), task["start"], task.get("text"))
 
     def trace(self, task: dict, code: list[str]) -> Trace:
-        """Runs the parts of a solution in a new episode, and returns a trace of the run.
-
-        The run stops after the part that completes the task.
-        """
-        trace = Trace()
+        """Runs the parts of a solution in a new episode, up to the part that completes the task."""
+        trace = Trace([], {})
         episode = self.start_episode(task)
         try:
             before = episode.changes()
             for part in code:
                 result = episode.run(part)
                 trace.changes = episode.changes()
-                trace.outputs.append(result.output)
-                trace.calls.append(result.calls)
-                trace.changed.append(changes_of_apps(trace.changes) != changes_of_apps(before))
+                result.changed = changes_of_apps(trace.changes) != changes_of_apps(before)
+                trace.results.append(result)
                 before = trace.changes
                 if result.done:
-                    trace.done = True
                     break
         except ProcessEnded as error:
             trace.process_error = str(error)
@@ -74,12 +55,7 @@ class Judge:
         return trace
 
     def compare(self, start: str, first: dict, second: dict) -> dict:
-        """Compares the final states of two episodes that began in the same start state.
-
-        Args:
-            start: Id of the task that has this start state.
-            first: The changes that one episode has made in the apps.
-            second: The changes that the other episode has made.
+        """Compares the changes of two episodes that began in the same start state.
 
         Returns:
             A dict with `apps` (True if the apps contain the same records) and `answer` (True if the
@@ -88,25 +64,17 @@ class Judge:
         return server(self.python, self.root).run_once("compare", start, changes=[first, second])
 
     def share(self, task: dict, changes: dict[str, str]) -> float:
-        """Returns the fraction of a task's tests that pass after an episode.
+        """Returns the fraction of a task's tests that pass after an episode with these changes.
 
         A task made in training has two tests. One test compares the final state of the apps with
         their state after the task's solution. The other test compares the two answers.
-
-        Args:
-            task: The task.
-            changes: The changes that the episode has made in the apps.
-
-        Raises:
-            EnvError: Judging fails even for the unchanged start state.
         """
         test = self._compare_with_own_code if "code" in task else self._run_tests
         result = test(task, changes)
         if "error" not in result:
             return result["passed"] / result["tests"]
-        # The test has returned an error. To find the cause, run the test on the unchanged start
-        # state. If this run also returns an error, judging does not work on this machine. Otherwise
-        # the package cannot read the agent's changes, so the episode has failed.
+        # If the test of the unchanged start state also returns an error, judging does not work on
+        # this machine. Otherwise the package cannot read the agent's changes.
         result = test(task, data.start_changes(self.root, task["start"]))
         if "error" in result:
             raise EnvError(f"appworld: {task['start']} can't be judged: {result['error']}")
@@ -119,8 +87,7 @@ class Judge:
         key = repr(task)
         if key not in self._traces:
             trace = self.trace(task, task["code"])
-            # The error is not caused by the agent, because only the task's solution was run. The
-            # machine may be overloaded.
+            # Only the task's solution was run, so the machine may be overloaded.
             if trace.process_error is not None:
                 raise EnvError(
                     f"appworld: the code of a task made on {task['start']} did not run to its end: "
@@ -135,9 +102,6 @@ class Judge:
 
 
 def changes_of_apps(changes: dict[str, str]) -> dict[str, str]:
-    """Returns the changes in all apps except "supervisor".
-
-    The app "supervisor" stores the status and the answer of the task.
-    """
+    """Returns the changes in all apps except "supervisor", which stores the task's answer."""
     return {file: text for file, text in changes.items()
             if file.endswith(".jsonl") and file != "supervisor.jsonl"}

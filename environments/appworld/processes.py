@@ -1,7 +1,4 @@
-"""Starts isolated processes, and runs AppWorld's episodes and their evaluation in them.
-
-The server, which forks these processes, is in child.py.
-"""
+"""Runs AppWorld's episodes and judgements in isolated processes, which child.py forks."""
 
 import json
 import os
@@ -34,15 +31,9 @@ class ProcessEnded(Exception):
 class Server:
     """The server process that has imported the package appworld, see child.py.
 
-    All AppWorld environments that use the same data folder in this process share one server.
-
     Args:
         python: Path of the Python interpreter that has the package appworld.
         root: Folder that contains AppWorld's `data`.
-
-    Raises:
-        UsageError: This machine cannot isolate processes.
-        EnvError: The server did not start.
     """
 
     def __init__(self, python: str, root: Path):
@@ -67,14 +58,11 @@ class Server:
                 "which a container's root may lack")
 
     def begin(self, request: dict, files: list[int]) -> int:
-        """Makes the server fork a process.
+        """Makes the server fork a process, and returns a pidfd, its file descriptor.
 
         Args:
             request: The job of the new process. It must fit into one packet.
             files: File descriptors that are passed to the new process.
-
-        Returns:
-            A pidfd (a file descriptor that refers to the new process).
         """
         with self._lock:
             try:
@@ -86,10 +74,7 @@ class Server:
         return process
 
     def run_once(self, do: str, task: str | None, **request) -> dict:
-        """Runs one job in a new isolated process, and returns its answer.
-
-        If the job fails, the answer is a dict with `error`.
-        """
+        """Runs one job in a new isolated process, and returns its answer, or {"error": ...}."""
         isolated = IsolatedProcess(self, do, task)
         try:
             return isolated.request(JUDGE_SECONDS, **request)
@@ -123,11 +108,7 @@ class IsolatedProcess:
     def request(self, seconds: float, **request) -> dict:
         """Sends a request to the process, and returns its answer.
 
-        If there is no valid answer, the process is killed and an exception is raised.
-
-        Args:
-            seconds: Time limit for the answer.
-            request: The request, which is sent as JSON.
+        Without a valid answer within `seconds`, the process is killed.
 
         Raises:
             ProcessEnded: The process has ended by itself, or has not answered in time.
@@ -138,7 +119,7 @@ class IsolatedProcess:
             answer = json.loads(self._exchange(seconds, request))
             if not isinstance(answer, dict):
                 raise ValueError
-            # Replace lone surrogates in the answer, because files and tokenizers reject them.
+            # Files and tokenizers reject lone surrogates.
             valid = json.dumps(answer, ensure_ascii=False).encode(errors="replace")
             return json.loads(valid)
         except TimeoutError:
@@ -153,7 +134,6 @@ class IsolatedProcess:
             raise ProcessEnded("its process has ended") from None
 
     def _exchange(self, seconds: float, request: dict) -> bytes:
-        """Sends a request as a line of JSON, and returns the line that the process sends back."""
         deadline = time.monotonic() + seconds
         self._line.settimeout(seconds)
         self._line.sendall(json.dumps(request).encode() + b"\n")
@@ -167,10 +147,7 @@ class IsolatedProcess:
         return answer
 
     def _was_killed(self) -> bool:
-        """Returns True if the process was killed from outside.
-
-        If the process ends in another way, `jail.enter` sends a report.
-        """
+        """Returns True if the process was killed from outside, so `jail.enter` sent no report."""
         self._report.settimeout(1.0)
         try:
             return not self._report.recv(100)
@@ -193,6 +170,11 @@ class CodeResult:
     output: str
     done: bool   # True if the task is completed
     calls: list  # the API calls of the code, each as ["APP.API", arguments]
+    changed: bool = False  # True if the code changed the apps, set only in a `judging.Trace`
+
+    @property
+    def failed(self) -> bool:
+        return self.output.startswith("Execution failed")  # the package's text for an exception
 
 
 class Episode(IsolatedProcess):
@@ -200,9 +182,8 @@ class Episode(IsolatedProcess):
 
     Args:
         server: The server that forks the process.
-        start: Id of an AppWorld task. The episode begins in the start state of this task.
-        text: The instruction, if the task was made in training. If `text` is None, the instruction
-            of the AppWorld task is used.
+        start: Id of the AppWorld task in whose start state the episode begins.
+        text: The instruction of a task made in training, or None for that of the AppWorld task.
 
     Attributes:
         text: The instruction of the episode.
@@ -223,13 +204,9 @@ class Episode(IsolatedProcess):
         self.owner = answer["owner"]
 
     def run(self, code: str) -> CodeResult:
-        """Executes code in the episode and returns the result.
-
-        Raises ProcessEnded if the code ends the process or exceeds the time limit.
-        """
+        """Executes code in the episode, and returns the result or raises ProcessEnded."""
         answer = self.request(self.seconds, code=code)
-        # An answer without output means that the agent's code has damaged the package's data in the
-        # isolated process.
+        # The output is missing if the agent's code has damaged the package in its process.
         if "output" not in answer:
             self.end()
             raise ProcessEnded(str(answer.get("error"))[:500])
@@ -240,17 +217,13 @@ class Episode(IsolatedProcess):
                           [row for row in rows if is_call(row)])
 
     def changes(self) -> dict[str, str]:
-        """Returns all changes that the episode has made in the apps so far.
-
-        The package saves the changes as files. The dict maps the name of each file to its text.
-        """
+        """Returns all changes in the apps so far, as {name of a saved file: its text}."""
         changes = self.request(self.seconds, save=True).get("changes")
         files = changes if isinstance(changes, dict) else {}
         return {file: str(text) for file, text in files.items()}
 
 
 def is_call(row) -> bool:
-    """Returns True if a value has the form ["APP.API", arguments] of an API call."""
     if not isinstance(row, list) or len(row) != 2:
         return False
     return isinstance(row[0], str) and isinstance(row[1], dict)
@@ -261,7 +234,7 @@ _lock = threading.Lock()
 
 
 def server(python: str, root: Path) -> Server:
-    """Returns the server that this process uses for a data folder.
+    """Returns the server that all environments of this process share for a data folder.
 
     The server is started on first use, and restarted if it has ended.
     """

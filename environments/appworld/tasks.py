@@ -1,8 +1,7 @@
 """Makes new tasks for AppWorld from code that an agent ran in a training task's start state.
 
-The solution of the new task is the code of an episode up to a chosen reply. The text of the new
-task is written by an explorer model or generated from a template. The template lists each API call,
-so tasks from the template are easier than tasks written by people.
+The text of a new task is written by an explorer model or generated from a template. The template
+lists each API call, so tasks from the template are easier than tasks written by people.
 """
 
 import ast
@@ -13,13 +12,11 @@ import random
 
 from environments import with_pairs, words_of
 from environments.appworld import data
-from environments.appworld.environment import block, code_of
+from environments.appworld.python_code import block, calls_of, code_of, codes, tree_of
 
 DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
 SECRETS = ("access_token", "password", "username")
-COMMON = ("login", "show_account_passwords", "complete_task")  # APIs that most solutions call
-FAILED = "Execution failed"  # start of the output if the code raises an error
 
 
 class TaskGenerator:
@@ -28,9 +25,6 @@ class TaskGenerator:
     A task is a dict with `start` (the id of the training task whose start state is used), `text`
     (the instruction) and `code` (the parts of its solution). A candidate is a dict with `text`,
     `task` and `solution` (a list of replies that solve the task).
-
-    Args:
-        env: The environment AppWorld.
     """
     # Description of a task in the prompt of an explorer model
     form = ("A task is what a person asks for, in one message that holds every value that is "
@@ -48,33 +42,25 @@ class TaskGenerator:
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Returns the names of the APIs that were called, and all pairs of consecutive names."""
         trace = self.env.judge.trace(self.env.find(task), codes(replies))
-        return with_pairs([name for calls in trace.calls for name, _ in calls])
+        return with_pairs([name for result in trace.results for name, _ in result.calls])
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes a candidate from an episode, with a text generated from the template.
 
-        The function randomly chooses a reply that changed something in the apps. The solution is
-        the code of the replies up to this reply, without code that raised an error.
-
-        Args:
-            task: Id of the episode's task.
-            replies: The agent's replies in the episode.
-            rng: Random number generator.
-
-        Returns:
-            A list with the candidate, or [] if no reply changed anything. The candidate also has
-            the item `template`, which is True.
+        The solution is the code of the replies up to a random reply that changed something in the
+        apps, without code that raised an error. Returns a list with the candidate, or [] if no
+        reply changed anything.
         """
         start = self.env.find(task)["start"]
         parts = [code for code in codes(replies) if COMPLETES not in calls_of(code)]
-        trace = self.env.judge.trace(dict(start=start), parts)
-        ran = [not output.startswith(FAILED) for output in trace.outputs]
-        ends = [n for n, changed in enumerate(trace.changed) if changed and ran[n]]
+        results = self.env.judge.trace(dict(start=start), parts).results
+        ran = [n for n, result in enumerate(results) if not result.failed]
+        ends = [n for n in ran if results[n].changed]
         if not ends:
             return []
         end = rng.choice(ends)
-        chosen = [n for n in range(end + 1) if ran[n]][-(data.MAX_REPLIES - 1):]
-        text = self.template([trace.calls[n] for n in chosen if trace.changed[n]])
+        chosen = [n for n in ran if n <= end][-(data.MAX_REPLIES - 1):]
+        text = self.template([results[n].calls for n in chosen if results[n].changed])
         if not text:
             return []
         code = [parts[n] for n in chosen]
@@ -83,13 +69,7 @@ class TaskGenerator:
     def written(self, task: str, proposal: dict) -> dict | None:
         """Makes a candidate from an explorer model's proposal.
 
-        Args:
-            task: Id of the task that the model explored.
-            proposal: A dict with `query` (the text of the new task) and `action_sequence` (the code
-                blocks of its solution).
-
-        Returns:
-            The candidate, or None if there are no blocks or if a block is not valid Python.
+        Returns None if `action_sequence` has no blocks or a block that is not valid Python.
         """
         parts = [code_of(text) or text for text in proposal["action_sequence"]]
         if not parts or None in map(tree_of, parts):
@@ -99,10 +79,7 @@ class TaskGenerator:
         return self._candidate(self.env.find(task)["start"], proposal["query"], parts)
 
     def key(self, task: dict) -> str:
-        """Returns a key that is the same for equivalent tasks.
-
-        The key consists of the start state and the solution's code. The variables in this code are
-        renamed to name0, name1 and so on.
+        """Returns the start state and the code, with variables renamed to name0, name1 and so on.
         """
         tree, names = tree_of("\n".join(task.get("code", ()))), {}
         for node in ast.walk(tree):
@@ -111,15 +88,13 @@ class TaskGenerator:
         return f"{task['start']} {ast.unparse(tree)}"
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why a task must not be added to the run's tasks, or None if there is
-        no such reason."""
+        """Returns the reason why a task must not be added to the run's tasks, or None."""
         code = task["code"]
         if task["start"] not in self.env.splits["train"]:
             return f"{task['start']!r} is no start state of a training task"
         if not 1 < len(code) <= data.MAX_REPLIES:
             return f"its solution has {len(code)} parts, not 2 to {data.MAX_REPLIES}"
-        # Require plain Python, because the checks parse the code. IPython, which runs the code,
-        # also accepts other syntax, such as magic commands.
+        # IPython, which runs the code, also accepts magic commands, which the checks cannot parse.
         if None in map(tree_of, code):
             return "a part of its solution is no Python"
         if words_of(task["text"]) in self.instructions:
@@ -127,27 +102,24 @@ class TaskGenerator:
         return None
 
     def verify(self, candidate: dict) -> str | None:
-        """Verifies a candidate by running its solution.
+        """Verifies a candidate, and returns None or the reason why it does not pass.
 
         - Two runs of the solution must complete the task and end in the same state. No part of the
           solution may raise an error.
-        - The last part that changed the apps must be necessary. A run without this part must not
-          complete the task with the same final state. If no part changed the apps, completing the
-          task without an answer must not be enough.
-
-        Returns:
-            None if the candidate passes, and otherwise the reason why it does not.
+        - A run without the last part that changed the apps must not complete the task with the same
+          final state. If no part changed the apps, completing the task without an answer must not
+          be enough.
         """
         task, judge = candidate["task"], self.env.judge
         first = judge.trace(task, task["code"])
         second = judge.trace(task, task["code"])
         if not first.done or not second.done:
             return "its solution does not complete it"
-        if any(output.startswith(FAILED) for output in first.outputs):
+        if any(result.failed for result in first.results):
             return "a part of its solution fails"
         if not self._same_end(task, first.changes, second.changes):
             return "its replays differ"
-        changing = [n for n, changed in enumerate(first.changed) if changed]
+        changing = [n for n, result in enumerate(first.results) if result.changed]
         if changing:
             last = changing[-1]
             shorter_code = task["code"][:last] + task["code"][last + 1:]
@@ -165,8 +137,7 @@ class TaskGenerator:
         """Returns the text of a task, generated from the API calls of its solution.
 
         Each call is described by the first sentence of the API's documentation and by the call's
-        arguments. Logins and calls that only read data are left out. If no call is left, the text
-        is "".
+        arguments. Logins and calls that only read data are left out.
 
         Args:
             calls: One list per part of the solution, with its calls ["APP.API", arguments].
@@ -187,46 +158,9 @@ class TaskGenerator:
                     solution=[block(part) for part in code], **more)
 
     def _same_end(self, task: dict, first: dict, second: dict) -> bool | None:
-        """Returns True if two episodes end with the same records in the apps and the same answer.
+        """Returns True if two episodes of a task end with the same records and the same answer.
 
         Returns None if the two final states cannot be compared.
-
-        Args:
-            task: The task of both episodes.
-            first: The changes that one episode has made in the apps.
-            second: The changes that the other episode has made.
         """
         result = self.env.judge.compare(task["start"], first, second)
         return None if "error" in result else result["answer"] and result["apps"]
-
-def literals_of(code: str) -> list:
-    """Returns the values of all literals in the code, or [] if the code is not valid Python."""
-    tree = tree_of(code)
-    nodes = ast.walk(tree) if tree else ()
-    return [node.value for node in nodes if isinstance(node, ast.Constant)]
-
-
-def codes(replies: list[str]) -> list[str]:
-    """Returns the code block of each reply. Replies without a code block are skipped."""
-    blocks = map(code_of, replies)
-    return [code for code in blocks if code]
-
-
-def tree_of(code: str) -> ast.AST | None:
-    """Returns the syntax tree of the code.
-
-    Returns None if the code cannot be parsed, or if its tree cannot be converted back to code.
-    """
-    try:
-        tree = ast.parse(code)
-        ast.unparse(tree)
-        return tree
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def calls_of(code: str) -> list[str]:
-    """Returns the name "APP.API" of each API call in the code, or [] if the code is not valid
-    Python."""
-    tree = tree_of(code)
-    return data.calls_in(tree) if tree else []

@@ -1,9 +1,8 @@
 """Parses the function calls in a reply and executes them on the simulators.
 
-A call is a JSON object with the name of a function and its arguments. The name must be one of the
-documented functions of the task's simulators. Each function is a method of a simulator, and is
-called with keyword arguments. The text of a reply is never evaluated as Python. An invalid call is
-not executed, and its result is an error message.
+A call is a JSON object with the name of a documented function, which is a method of a simulator,
+and its arguments by name. The text of a reply is never evaluated as Python. An invalid call is not
+executed, and its result is an error message.
 """
 
 import copy
@@ -36,17 +35,15 @@ MAX_DEPTH = 20          # maximum depth of nested lists and objects in arguments
 TOO_DEEP = "nested too deeply"
 MAX_DIGITS = 20         # maximum number of digits of an integer in arguments [ours]
 MAX_PRECISION = 1000    # maximum exponent, precision and number of decimal places [ours]
-# Maximum number of paths in the simulated file system. Without a maximum, repeatedly copying a
-# directory into itself could exhaust the memory [ours].
+# Maximum number of paths in the simulated file system. Copying a directory into itself could
+# otherwise exhaust the memory [ours].
 MAX_PATHS = 5000
-# Only one call runs at a time, because the maths simulator changes the precision of mpmath for the
-# whole process.
-LOCK = threading.Lock()
+LOCK = threading.Lock()  # the maths simulator changes the precision of mpmath for the whole process
 
 
 class Clock(datetime):
-    """Replaces `datetime` in the trading and travel simulators, so that the simulators' results do
-    not depend on the current date or the local time zone."""
+    """Replaces `datetime` in the trading and travel simulators, so that their results do not depend
+    on the current date or the local time zone."""
 
     def timestamp(self):
         return datetime.timestamp(self.replace(tzinfo=timezone.utc))
@@ -67,14 +64,13 @@ trading_bot.datetime = travel_booking.datetime = Clock
 def parse_calls(reply: str) -> list[dict | str]:
     """Parses the calls in a reply.
 
-    The calls are in blocks of the form <tool_call>...</tool_call>. If the reply has no such block,
-    the calls are in blocks of the form ```json ... ```. If the reply has neither form, the whole
-    reply is parsed as one block. A block contains one call or a JSON list of calls. Reasoning that
-    ends with </think> is skipped.
+    The calls are in blocks of the form <tool_call>...</tool_call>, or else in blocks of the form
+    ```json ... ```. If the reply has neither form, it is parsed as one block. A block contains one
+    call or a JSON list of calls. Reasoning that ends with </think> is skipped.
 
     Returns:
-        A list of the calls {name, arguments}, in order. The list contains an error message in
-        place of each invalid call. If the reply contains no call at all, the list is empty.
+        A list of the calls {name, arguments}, in order, with an error message in place of each
+        invalid call. If the reply contains no call at all, the list is empty.
     """
     text = reply.rpartition("</think>")[2].partition("<think>")[0]
     if OPEN in text:
@@ -97,12 +93,8 @@ def parse_calls(reply: str) -> list[dict | str]:
 
 
 def _calls_in(block: str) -> list[dict | str | None]:
-    """Parses one block of a reply.
-
-    A block contains one JSON value or a JSON list of values. Returns a list with one item for each
-    value. The item is the call, or None if the value is not a call. For invalid JSON, the list is
-    [None]. For JSON that is nested too deeply, the list contains an error message.
-    """
+    """Returns the call or an error message for each value in a block, or None for a value that is
+    not a call."""
     try:
         value = _from_json(block)
     except ValueError:
@@ -113,8 +105,8 @@ def _calls_in(block: str) -> list[dict | str | None]:
 
 
 def _from_json(text: str):
-    """Parses JSON. An integer with more than MAX_DIGITS digits becomes NaN. The function `problem`
-    later rejects NaN."""
+    """Parses JSON. An integer of more than MAX_DIGITS digits becomes NaN, which `problem` rejects.
+    """
     def parse_int(digits):
         return int(digits) if len(digits.lstrip("-")) <= MAX_DIGITS else math.nan
 
@@ -124,7 +116,7 @@ def _from_json(text: str):
 def _as_call(value) -> dict | None:
     """Returns the call {name, arguments} in a JSON value, or None if the value is not a call.
 
-    As in bfcl-eval, other keys of the value are ignored, and the arguments may be a JSON string.
+    As in bfcl-eval, other keys are ignored, and the arguments may be a JSON string.
     """
     if not isinstance(value, dict) or not {"name", "arguments"} <= value.keys():
         return None
@@ -141,7 +133,7 @@ def problem(call: dict) -> str | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM
     for key in ("exponent", "precision", "decimal_places"):
-        # If a value is not a number, the simulator itself returns an error message to the agent.
+        # The simulator itself returns an error message if a value is not a number.
         with suppress(TypeError, ValueError, OverflowError):
             if abs(int(arguments.get(key))) > MAX_PRECISION:
                 return f"{key} must be a number of at most {MAX_PRECISION}"
@@ -157,20 +149,13 @@ def problem(call: dict) -> str | None:
 
 
 def _is_deeper(value, depth: int) -> bool:
-    """Returns True if lists and objects in a value are nested more than `depth` levels deep."""
     items = (value.values() if isinstance(value, dict) else
              value if isinstance(value, list) else ())
     return depth < 0 or any(_is_deeper(item, depth - 1) for item in items)
 
 
 class Simulators:
-    """The simulators of a task, initialized with the task's start state.
-
-    Each episode creates new simulators.
-
-    Args:
-        start: The key of the start state, CATEGORY-NUMBER, such as "base-12".
-    """
+    """New simulators in a start state, whose key is CATEGORY-NUMBER, such as "base-12"."""
 
     def __init__(self, start: str):
         state = start_state(start)
@@ -179,8 +164,8 @@ class Simulators:
             if hasattr(instance, "_load_scenario"):  # the maths simulator has no state to load
                 instance._load_scenario(copy.deepcopy(state["config"].get(name, {})),
                                         long_context=state["long_context"])
-        # In the category "long_context", all instances share the objects with long texts. Copy the
-        # instances, because a call may change these objects.
+        # In the category "long_context", all instances share the objects with long texts, and a
+        # call may change these objects.
         if state["long_context"]:
             self.instances = copy.deepcopy(self.instances)
         self.functions = {name: getattr(instance, name)
@@ -188,17 +173,11 @@ class Simulators:
                           for name in documents(simulator)}
 
     def has_function(self, call: dict | str) -> bool:
-        """Returns True if an item in the result of `parse_calls` is a valid call of a function that
-        these simulators have."""
+        """Returns True for a valid call of a function that these simulators have."""
         return not isinstance(call, str) and not problem(call) and call["name"] in self.functions
 
     def run(self, call: dict | str) -> str:
-        """Executes a call, and returns the result as text in the format of bfcl-eval.
-
-        Args:
-            call: An item in the result of `parse_calls`. If the item is an error message, the
-                message is returned as the result.
-        """
+        """Executes an item of `parse_calls`, and returns the result as text, as in bfcl-eval."""
         error = call if isinstance(call, str) else problem(call)
         if error:
             return f"Error: {error}"
@@ -211,7 +190,6 @@ class Simulators:
         with LOCK, mpmath.workdps(15), decimal.localcontext():
             try:
                 result = _in_order(function(**copy.deepcopy(call["arguments"])))
-                # If json.dumps fails, return str(result), as in bfcl-eval.
                 with suppress(Exception):
                     return json.dumps(result) if type(result) is dict else str(result)
                 return str(result)
@@ -222,11 +200,7 @@ class Simulators:
                 return f"Error during execution: {error}"
 
     def states(self) -> str:
-        """Returns the states of all simulators as text, including the current directory.
-
-        The text contains all attributes that BFCL's checks compare, so that two states can be
-        compared with ==.
-        """
+        """Returns all attributes that BFCL's checks compare, and the current directory, as text."""
         files = self.instances.get("GorillaFileSystem")
         try:
             return repr([(name, {key: value for key, value in vars(instance).items()
@@ -238,10 +212,10 @@ class Simulators:
 
 
 def _in_order(result):
-    """Makes the error message of a call's result deterministic, and returns the result.
+    """Returns the result of a call, with a deterministic error message.
 
-    Two error messages of the simulators contain a printed Python set of words. Its order differs
-    between processes, so this function sorts the words.
+    Two error messages of the simulators contain a printed Python set, whose order differs between
+    processes.
     """
     error = result.get("error") if type(result) is dict else None
     for start, end in (("Invalid fields for update: ", ""),
@@ -253,8 +227,8 @@ def _in_order(result):
 
 
 def _count_paths(files) -> int:
-    """Returns the number of files and directories below the root, plus the number below the current
-    directory. The function stops counting when the sum exceeds MAX_PATHS."""
+    """Counts paths below the root and the current directory, until there are more than MAX_PATHS.
+    """
     count, remaining = 0, [files.root, files._current_dir]
     while remaining and count <= MAX_PATHS:
         inside = getattr(remaining.pop(), "contents", {}).values()
@@ -264,14 +238,12 @@ def _count_paths(files) -> int:
 
 
 def failed(result: str) -> bool:
-    """Returns True if the result of a call is an error."""
     value = json_of(result)
     return (result.lstrip("[{'\" ").lower().startswith("error")
             or isinstance(value, dict) and "error" in value)
 
 
 def json_of(result: str):
-    """Parses the result of a call as JSON. Returns None if the result is not JSON."""
     try:
         return json.loads(result)
     except (ValueError, RecursionError):
@@ -279,15 +251,10 @@ def json_of(result: str):
 
 
 def script(calls: list[list[dict]]) -> list[str]:
-    """Returns the replies of the scripted expert.
+    """Returns the replies of the scripted expert, which makes the given calls in each turn.
 
-    In each turn the expert makes the given calls, and then ends the turn with a reply in words.
-    This reply is DONE, or MISSING if there are no calls in the turn. Normally each reply contains
-    one call. If a turn has more than MAX_REPLIES calls, a reply contains several calls.
-
-    Args:
-        calls: A list with one item for each turn. The item is the list of the turn's calls
-            {name, arguments}.
+    Each reply contains one call, or several if a turn has more than MAX_REPLIES calls. Then the
+    expert ends the turn with a reply in words.
     """
     replies = []
     for turn in calls:

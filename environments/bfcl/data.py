@@ -31,7 +31,7 @@ except ImportError:
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 SIZES = {"train": 100, "validation": 20, "test": 80}  # tasks per split, of 200 per category [ours]
-# The user's message in a turn that makes new functions available. The text is that of BFCL.
+# The user's message in a turn that makes new functions available [BFCL]
 MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 
 
@@ -41,7 +41,7 @@ def simulator_class(name: str) -> type:
 
 @cache
 def documents(name: str) -> dict[str, dict]:
-    """Returns the documentation of a simulator's functions, as a dict {function name: document}.
+    """Returns {function name: document} for a simulator.
 
     A document is a dict with "name", "description", "parameters" and "response".
     """
@@ -61,8 +61,7 @@ def start_state(key: str) -> dict:
     The start state is a dict with these keys:
 
         classes       the names of the simulators
-        config        the initial states of the simulators. All callers get the same object, so a
-                      caller must copy the object before changing it.
+        config        the initial states of the simulators, which a caller must copy to change them
         long_context  True for a task of the category "long_context"
     """
     category = key.rpartition("-")[0].replace("-", "_")
@@ -72,8 +71,7 @@ def start_state(key: str) -> dict:
 
 
 def functions(start: str) -> dict[str, dict]:
-    """Returns the documentation of all functions of the simulators in a start state, as a dict
-    {function name: document}."""
+    """Returns {function name: document} for all simulators of a start state."""
     documented = {}
     for simulator in start_state(start)["classes"]:
         documented |= documents(simulator)
@@ -81,8 +79,7 @@ def functions(start: str) -> dict[str, dict]:
 
 
 def prose(document: dict) -> str:
-    """Returns the description of a function without the description of the simulator. In the
-    document, the description of the simulator precedes that of the function."""
+    """Returns the description of a function without that of the simulator, which precedes it."""
     return document["description"].rpartition("Tool description: ")[2].strip()
 
 
@@ -94,10 +91,9 @@ def tasks(category: str) -> dict[str, dict]:
 
         start   the key of the start state, for `start_state`
         turns   the user's messages, one for each turn
-        calls   the ground truth, a list with one item for each turn. The item is a list of calls
-                {name, arguments}. A turn without calls in the ground truth is not checked.
-        hidden  a dict {turn: names of functions}. These functions are hidden from the agent until
-                this turn.
+        calls   the ground truth, a list of calls {name, arguments} for each turn. A turn without
+                calls in the ground truth is not checked.
+        hidden  {turn: names of the functions that are hidden from the agent until this turn}
     """
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
     tasks_by_key = {}
@@ -113,8 +109,7 @@ def tasks(category: str) -> dict[str, dict]:
 
 
 def as_json(call: str, documented: dict[str, dict]) -> dict:
-    """Converts a call in the ground truth from Python source code to a dict {name, arguments}. All
-    arguments in the ground truth are literals."""
+    """Converts a call in the ground truth from Python source code to a dict {name, arguments}."""
     node = ast.parse(call, mode="eval").body
     names = documented[node.func.id]["parameters"]["properties"]
     arguments = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
@@ -128,10 +123,6 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
 
     The tasks are in a fixed random order, so that the first tasks of a split cover all domains,
     such as files, messages, trading and travel.
-
-    Args:
-        category: One of CATEGORIES, or "all".
-        published: True if the split "test" contains all 200 tasks of a category.
     """
     order = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
              for n in range(200)]
@@ -145,10 +136,8 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
 
 
 def _split_of_numbers() -> dict[int, str]:
-    """Assigns each of the 200 task numbers to a split, and returns a dict {task number: split}.
-
-    The splits have the sizes in SIZES. Tasks with equal start states are always in the same split.
-    """
+    """Returns {task number: split} for the 200 tasks of a category. Tasks with equal start states
+    are in the same split."""
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     same_start = defaultdict(list)
     for n, entry in enumerate(base):

@@ -4,11 +4,11 @@ A user sends several messages, and the agent calls functions to fulfil the user'
 """
 
 import json
-from importlib import import_module
 
 from environments import saying
 from environments.bfcl import data
 from environments.bfcl.calls import CLOSE, MAX_REPLIES, OPEN, Simulators, parse_calls, script
+from environments.bfcl.tasks import TaskGenerator
 from envs import Environment, Step
 
 PROMPT = """\
@@ -28,9 +28,7 @@ would need."""
 
 
 class Bfcl(Environment):
-    """The multi-turn tasks of BFCL v3.
-
-    The agent's calls are executed on simulators for files, messages, trading, travel and more.
+    """The multi-turn tasks of BFCL v3, on simulators for files, messages, trading and more.
 
     A turn consists of a message of the user and the agent's replies to this message. A turn is
     checked if its ground truth has calls. As in bfcl-eval, a checked turn passes if three
@@ -45,8 +43,7 @@ class Bfcl(Environment):
     bfcl_reward="turns", the reward is the fraction of the checked turns that pass.
 
     Args:
-        view: "full" shows the documentation of each function as JSON. "short" shows the signature
-            and the descriptions of the function and of its arguments in one line.
+        view: "full" shows the documentation of each function as JSON, "short" in one line.
         bfcl_category: One of CATEGORIES, or "all".
         bfcl_split: "ours" or "published", see `Options`.
         bfcl_reward: "all" or "turns".
@@ -54,21 +51,19 @@ class Bfcl(Environment):
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
-    # Maximum number of replies in one turn: MAX_REPLIES replies with calls, and one reply in words.
-    # `start` multiplies this maximum by the number of turns in the task.
+    # A turn has MAX_REPLIES replies with calls, and one reply in words. `start` multiplies this by
+    # the number of turns in the task.
     max_turns = MAX_REPLIES + 1
 
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
         super().__init__(view)
-        # The short view also has the prompt. Only the tiny model needs a view without a prompt, and
-        # the tiny model is never used with BFCL.
-        self.prompt = PROMPT
+        self.prompt = PROMPT  # in the short view, too, because the tiny model never plays BFCL
         self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
 
     def task_generator(self):
-        return import_module("environments.bfcl.tasks").TaskGenerator(self)
+        return TaskGenerator(self)
 
     def start(self, task: dict) -> str:
         self._task, self._turn, self._replies = task, 0, 0
@@ -99,8 +94,7 @@ class Bfcl(Environment):
                 new = self._hidden.get(str(self._turn), ())
                 return Step(message_of_user(self, new), 0.0, False)
             end = "The conversation is over."
-        # Divide by the number of all turns that have calls in the ground truth. Turns that the
-        # episode did not reach therefore count as failed.
+        # Turns that the episode did not reach count as failed.
         share = sum(self._passed) / sum(map(bool, self._task["calls"]))
         return Step(end, share if self.share_of_turns else float(share == 1), True)
 
@@ -114,11 +108,7 @@ class Bfcl(Environment):
         return saying(script(self._task["calls"]))
 
     def _check_turn(self) -> None:
-        """Checks the current turn, and appends the result to the list of passed and failed turns.
-
-        The method executes the ground truth's calls for this turn, and compares their effects with
-        those of the agent's calls. The checks are those of bfcl-eval's `multi_turn_checker`.
-        """
+        """Checks the current turn as bfcl-eval does, and appends the result to `_passed`."""
         results = [self._truth.run(call) for call in self._task["calls"][self._turn]]
         if not results:
             return
@@ -128,18 +118,13 @@ class Bfcl(Environment):
             response = check.response_checker(self.results, results, self._turn)
             passed = self._replies > 0 and state["valid"] and response["valid"]
         except RecursionError:
-            # The agent has put a directory into itself, so the check does not end. The turn fails,
-            # because the ground truth never does this.
+            # The agent has put a directory into itself, which the ground truth never does.
             passed = False
         self._passed.append(passed)
 
 
 def message_of_user(env: Bfcl, names) -> str:
-    """Returns the user's message in the current turn.
-
-    If `names` is not empty, the documentation of the functions with these names precedes the
-    message.
-    """
+    """Returns the user's message in the current turn, after the documents of these functions."""
     text = env._task["turns"][env._turn]
     if not names:
         return text
@@ -150,8 +135,8 @@ def message_of_user(env: Bfcl, names) -> str:
 
 
 def in_short(document: dict) -> str:
-    """Returns the documentation of a function in one line. The line consists of the function's
-    signature, the function's description, and the descriptions of the arguments."""
+    """Returns a function's signature, description, and descriptions of its arguments in one line.
+    """
     parameters = document["parameters"]
     required, arguments = parameters.get("required", []), parameters["properties"]
     signature = ", ".join(f"{name}{'' if name in required else '?'}: {argument['type']}"

@@ -1,15 +1,14 @@
 """Makes new tasks for BFCL from the calls of an episode.
 
 The user's message is written by an explorer model or generated from a template. The template
-describes each call and lists the call's arguments, so tasks from the template are easier than tasks
-written by people.
+describes each call, so tasks from the template are easier than tasks written by people.
 """
 
 import json
 import random
 from hashlib import sha256
 
-from environments import leaves, replay, with_pairs, words_of
+from environments import replay, with_pairs, words_of
 from environments.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
 from environments.bfcl.data import CATEGORIES, functions, prose, tasks
 
@@ -22,9 +21,6 @@ class TaskGenerator:
     A task is a dict with "start", "turns" and "calls", see `data.tasks`. A candidate is a dict with
     "text" (all messages of the user), "task" and "solution" (a list of replies that solve the
     task). A candidate from the template also has the item "template", which is True.
-
-    Args:
-        env: The environment BFCL.
     """
     # Description of a task in the prompt of an explorer model
     form = ("A task is what a user asks for, in one message that holds every value that is needed "
@@ -40,33 +36,24 @@ class TaskGenerator:
             for task in tasks(category).values():
                 self.functions |= functions(task["start"])
                 self.texts |= {*map(words_of, task["turns"])}
-                # Store the calls without the start state. A new task must not have the same calls
-                # as an existing task, even if the two start states differ.
+                # Store the calls without default arguments and without the start state. A new
+                # task must not have the same calls as an existing one, whatever its start state.
                 self.solutions.append(self._without_defaults(task))
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the names of all functions that the replies call without an error, and all pairs
-        of consecutive names."""
+        """Returns the names of the functions that are called without an error, and all pairs of
+        consecutive names."""
         made = successful_calls(self.env.find(task)["start"], replies)
         names = [call["name"] for call, _, _ in made]
         return with_pairs(names)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Makes candidates from an episode.
+        """Makes at most two candidates from an episode.
 
-        The method randomly chooses a call of the episode as the last call of the solution. The
-        solution consists of this call and the useful earlier calls, see `useful`. The first
-        candidate has the whole solution in one turn. The second candidate divides the solution into
-        two or three turns. Each of these turns, except the last turn, ends with a call that changed
-        a state. If no call before the last call changed a state, there is no second candidate.
-
-        Args:
-            task: The id of the episode's task.
-            replies: The replies of the episode.
-            rng: Random number generator.
-
-        Returns:
-            A list of at most two candidates {text, task, solution, template}.
+        The solution consists of a random call of the episode and the useful earlier calls, see
+        `useful`. The first candidate has the whole solution in one turn. The second candidate
+        divides the solution into two or three turns. Each of these turns, except the last turn,
+        ends with a call that changed a state, so there may be no second candidate.
         """
         start = self.env.find(task)["start"]
         made = list(successful_calls(start, replies))
@@ -84,15 +71,9 @@ class TaskGenerator:
                 for turns in solutions]
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """Makes a candidate from a proposal of an explorer model.
+        """Makes a candidate with one turn from a proposal of an explorer model.
 
-        Args:
-            task: The id of the task that was explored. The new task has the same start state.
-            proposal: A dict with "query" (the user's message) and "action_sequence" (texts of the
-                calls that fulfil the request in one turn).
-
-        Returns:
-            The candidate, or None if there are no calls or if one of the calls is invalid.
+        Returns None if "action_sequence" has no calls or an invalid call.
         """
         calls = calls_in(proposal["action_sequence"])
         if not calls or not all(isinstance(call, dict) for call in calls):
@@ -111,8 +92,7 @@ class TaskGenerator:
         return f"{task['start']} {sha256(repr(effects).encode()).hexdigest()}"
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why a task must not be added to the run's tasks, or None if there is
-        no such reason."""
+        """Returns the reason why a task must not be added to the run's tasks, or None."""
         if task["start"] not in self.env.splits["train"]:
             return f"{task['start']!r} is no start state of a training task"
         documents = functions(task["start"])
@@ -127,15 +107,11 @@ class TaskGenerator:
         return None
 
     def verify(self, candidate: dict) -> str | None:
-        """Verifies a candidate by playing episodes with its solution.
+        """Verifies a candidate, and returns None or the reason why it is not valid.
 
         - The solution must get the reward 1, and none of its calls may fail.
         - A second episode with the same solution must have the same results and states.
-        - The solution without its last call must not get the reward 1. Otherwise the last call is
-          not necessary for the task.
-
-        Returns:
-            None if the candidate is valid, and otherwise the reason why it is not.
+        - The solution without its last call must not get the reward 1.
         """
         task = candidate["task"]
         reward, results, states = self._play(task, candidate["solution"])
@@ -151,9 +127,8 @@ class TaskGenerator:
         return "it is solved without its last call" if solved else None
 
     def template(self, calls: list[dict]) -> str:
-        """Returns a user's message that requests the given calls. For each call, the message
-        contains the first sentence of the function's description and the values of the arguments.
-        """
+        """Returns a user's message that requests the given calls, with the first sentence of each
+        function's description and the values of the arguments."""
         sentences = []
         for call in calls:
             values = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}"
@@ -163,11 +138,7 @@ class TaskGenerator:
         return ". Then: ".join(sentences) + "."
 
     def _without_defaults(self, task: dict) -> list[dict]:
-        """Returns the calls of all turns without default arguments.
-
-        An argument is left out if its value is the documented default. Calls with and without such
-        an argument then compare as equal.
-        """
+        """Returns the calls of all turns without arguments that have their default value."""
         calls = []
         for call in all_calls(task):
             documented = self.functions[call["name"]]["parameters"]["properties"]
@@ -181,25 +152,21 @@ class TaskGenerator:
                     solution=script(calls), **more)
 
     def _play(self, task: dict, replies: list[str]) -> tuple[float, list[str], str]:
-        """Plays an episode with the given replies. Returns the reward, the results of the calls,
-        and the states of the simulators at the end."""
         reward = replay(self.env, task, replies)[-1].reward
         return reward, self.env.results, self.env.simulators.states()
 
 
 def all_calls(task: dict) -> list[dict]:
-    """Returns the calls of all turns in one list."""
     return [call for calls in task["calls"] for call in calls]
 
 
 def calls_in(replies: list[str]) -> list[dict | str]:
-    """Returns the results of `parse_calls` for all replies in one list."""
     return [call for reply in replies for call in parse_calls(reply)]
 
 
 def successful_calls(start: str, replies: list[str]):
-    """Executes the calls in a list of replies, and yields (call, result, changed) for each
-    successful call. `changed` is True if the call changed the state of a simulator."""
+    """Executes the calls in a list of replies, and yields (call, result, True if the call changed
+    the state of a simulator) for each successful call."""
     simulators = Simulators(start)
     before = simulators.states()
     for call in calls_in(replies):
@@ -210,19 +177,10 @@ def successful_calls(start: str, replies: list[str]):
 
 
 def useful(made: list[tuple]) -> list[tuple]:
-    """Selects the calls that a solution needs.
+    """Selects the calls that a solution needs from the result of `successful_calls`.
 
-    A call is selected in three cases:
-
-    - It is the last call.
-    - It changed the state of a simulator.
-    - Its result contains a value that occurs in the arguments of a later selected call.
-
-    Args:
-        made: A list of (call, result, changed), see `successful_calls`.
-
-    Returns:
-        The selected items of `made`, in order.
+    These are the last call, the calls that changed the state of a simulator, and the calls whose
+    result contains a value that occurs in the arguments of a later selected call.
     """
     selected, later_values = [], []  # later_values: argument values of the selected calls
     for call, result, changed in reversed(made):
@@ -232,3 +190,11 @@ def useful(made: list[tuple]) -> list[tuple]:
             selected.append((call, result, changed))
             later_values += [str(value) for value in leaves(call["arguments"])]
     return selected[::-1]
+
+
+def leaves(value) -> list:
+    """Returns all strings and numbers in a JSON value, at any depth."""
+    if isinstance(value, (dict, list)):
+        items = value.values() if isinstance(value, dict) else value
+        return [leaf for item in items for leaf in leaves(item)]
+    return [] if value is None or isinstance(value, bool) else [value]

@@ -3,21 +3,12 @@
 The databases and questions are either generated, or the official data of InterCode.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Optional
 
 from common.settings import REAL, OldFile, limited
+from environments import MYSQL_ADDRESS, is_mysql_address
 from environments.eto_protocol import ProtocolOptions
-
-MYSQL_ADDRESS = "mysql://user@host:port, with the password in MYSQL_PWD"
-
-
-def is_mysql_address(text: str) -> bool:
-    """Returns True if the text has the form mysql://user@host or mysql://user@host:port."""
-    match = re.fullmatch(r"mysql://[^:@/\s]+@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
-    return bool(match) and 0 < int(match[1] or 3306) < 65536
-
 
 Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_address), REAL]
 
@@ -32,7 +23,7 @@ class Options(ProtocolOptions):
 
     presets = {
         "": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
-        # The values for the model "tiny" have the following reasons.
+        # These are the reasons for some of the values for the model "tiny".
         #
         # start_from: GRPO on the training tasks improves the validation reward. GRPO on tasks that
         # the tiny model made by exploring does not improve the validation reward.
@@ -46,7 +37,7 @@ class Options(ProtocolOptions):
         #     seeds 3 to 5, not used for this choice: `test` 0.40 to 0.41, `unseen` 0.43
         # With seeds 0 to 2, 29% to 41% of the failures are hard negatives.
         #
-        # lambda_sft: We tried 0.1, 0.5 and 1. The default of 0.1 gives the highest validation
+        # lambda_sft keeps its default of 0.1: of 0.1, 0.5 and 1, it gives the highest validation
         # reward (docs/studies.md).
         "tiny": dict(train_tasks=100, rollouts=4, max_tokens=512, max_new_tokens=48,
                      sft_epochs=4, sft_lr=3e-4, dpo_lr=3e-5, dpo_lr_later=3e-5, grpo_lr=1e-4,

@@ -7,8 +7,8 @@ server. Both classes have these methods:
     execute(sql)  runs a gold query without checking its text
 
 Both methods return a list of row tuples, None if the query has no result set, or an error text that
-starts with ERROR. A query can only read data, and must be a single statement. The time of a query
-and the size of its result are limited.
+starts with ERROR. A query must be a single statement that reads data. Its time and the size of its
+result are limited.
 """
 
 import calendar
@@ -29,22 +29,20 @@ from envs import EnvError
 ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # maximum size of a query's result
 SECONDS = 2  # time limit of a query: CPU time for sqlite, wall-clock time for a server
-# Maximum number of steps that sqlite's virtual machine executes for a query. In contrast to the
-# time limit, this limit gives the same result on every machine.
+# Maximum number of steps of sqlite's virtual machine. In contrast to the time limit, this limit
+# gives the same result on every machine.
 VM_STEPS = 10_000_000
-CHECK_STEPS = 1_000  # sqlite's time limit and step limit are checked after every 1,000 steps
+CHECK_STEPS = 1_000  # sqlite's limits are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
-# The error text starts with this string if sqlite's authorizer or the privileges on a server reject
-# a query.
+# Start of the error text if sqlite's authorizer or the privileges on a server reject a query
 DENIED = ERROR + "SELECT command denied to user"
 REMEDY = "python -m environments.intercodesql.spider makes users that can only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
 INSTALL = f"{sys.executable} -m pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
-# This pattern matches string literals, names in backticks, and comments. It does not match comments
-# such as /*! ... */, because MySQL executes the code in these comments.
+# String literals, names in backticks, and comments except /*! ... */, whose code MySQL executes
 _BESIDE_CODE = re.compile(r"""
     (?P<text>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*")
   | `(?P<name>[^`]*)`
@@ -53,8 +51,8 @@ _BESIDE_CODE = re.compile(r"""
 _READS = re.compile(
     r"[\s(]*(?:select|with|desc|describe|explain|show\s+(?:full\s+)?(?:tables|columns|fields|index|"
     r"indexes|keys|databases|create\s+table))\b", re.I)
-# This pattern matches code that we reject, although a server lets a read-only user run it. Such
-# code can wait, acquire locks, remove the time limit, or show the queries of other users.
+# Code that can wait, acquire locks, remove the time limit, or show the queries of other users. A
+# server lets a read-only user run it, but we reject it.
 _FORBIDDEN = re.compile(
     r"/\*|@@|\binto\s+(?:outfile|dumpfile)\b|\bfor\s+(?:update|share)\b|\block\s+in\s+share\b|"
     r"\b(?:information_schema|performance_schema)\s*\.|"
@@ -84,10 +82,8 @@ def read_only_error(sql: str) -> str | None:
 def refusal(sql: str) -> str | None:
     """Returns None if an agent's query can be sent to a server, and otherwise an error text.
 
-    If this check does not detect a harmful query, the privileges and limits on the server stop the
-    query.
+    The privileges and limits on the server stop a harmful query that this check does not detect.
     """
-    # `read_only_error` also rejects long texts, so the regex search below is fast.
     if error := read_only_error(sql):
         return error
     match = _FORBIDDEN.search(code_of(sql))
@@ -95,7 +91,7 @@ def refusal(sql: str) -> str | None:
 
 
 def _or_null(function):
-    """Wraps an SQL function so that it returns NULL if any of its arguments is NULL."""
+    """Wraps an SQL function so that it returns NULL if an argument is NULL."""
     return lambda *values: None if None in values else function(*values)
 
 
@@ -114,8 +110,7 @@ def _number(value) -> float:
 def _length(text: str, count) -> int:
     """Returns the number of characters that LEFT(text, count) and RIGHT(text, count) return.
 
-    This number is `count` as an integer between 0 and the length of `text`. If `count` is a number,
-    the function rounds it. If `count` is a text such as "2.7", the function drops the fraction.
+    MySQL rounds `count` if it is a number, and drops its fraction if it is a text such as "2.7".
     """
     half = 0.5 if isinstance(count, (int, float)) else 0
     return int(min(max(_number(count), 0), len(text)) + half)
@@ -141,8 +136,7 @@ def _concat_ws(between, first, *more):
 def _extreme(choose):
     """Returns MySQL's function GREATEST if `choose` is max, or LEAST if `choose` is min.
 
-    The function compares its arguments as numbers if all of them are numbers, and otherwise as
-    texts.
+    The function compares its arguments as texts unless all of them are numbers.
     """
     def function(first, second, *more):
         values = [first, second, *more]
@@ -157,10 +151,7 @@ _DATE = re.compile(r"\s*(?:(\d{4}|\d\d)(\d\d)(\d\d)(?:\d{6})?"
 
 
 def _part_of_date(part: int):
-    """Returns MySQL's function YEAR (part 0), MONTH (part 1) or DAY (part 2).
-
-    The function returns NULL if its argument is not a date.
-    """
+    """Returns MySQL's function YEAR (part 0), MONTH (part 1) or DAY (part 2)."""
     def function(value):
         if isinstance(value, (int, float)):  # the digits are YYMMDD or YYYYMMDD
             if not (value == 0 or 101 <= value < 10 ** 14):
@@ -178,22 +169,20 @@ def _part_of_date(part: int):
     return _or_null(function)
 
 
-# Queries see this fixed date as the current time, so that their results do not change with the day.
+# The current time in queries, so that their results do not change with the day
 TODAY = "2024-09-01 12:00:00"
 _DATES = sqlite3.connect(":memory:", check_same_thread=False)  # runs sqlite's own time functions
 
 
 def _at_today(name: str, before: int):
-    """Returns sqlite's time function `name`, with TODAY as the current time and UTC as the time
-    zone.
+    """Returns sqlite's time function `name`, with TODAY as the current time, in UTC.
 
     Args:
         name: Name of the function.
-        before: Number of arguments before the time argument. It is 1 for strftime, whose first
-            argument is a format, and 0 for the other functions.
+        before: Number of arguments before the time, which is 1 for the format of strftime.
     """
     def function(*values):
-        # Cut each text at its first NUL character, because sqlite ignores the rest.
+        # sqlite ignores the rest of a text after a NUL character.
         values = [value if isinstance(value, (int, float, type(None)))
                   else _text(value).partition("\0")[0] for value in values]
         modifiers = [value for value in values[before + 1:]
@@ -206,9 +195,8 @@ def _at_today(name: str, before: int):
     return function
 
 
-# SQL functions that we implement, because sqlite does not have them, or because sqlite's own
-# implementation reads the clock. This dict maps the name of each function to (number of arguments,
-# implementation). The number -1 allows any number of arguments.
+# SQL functions that sqlite does not have, or whose implementation in sqlite reads the clock:
+# {name: (number of arguments, or -1 for any number, implementation)}
 FUNCTIONS = {
     "concat": (-1, _or_null(_concat)),
     "concat_ws": (-1, _concat_ws),
@@ -227,8 +215,8 @@ FUNCTIONS = {
 
 
 def _of_number(function):
-    """Wraps a function of numbers so that it returns NULL if an argument is no number, or if the
-    result is undefined."""
+    """Wraps a function of numbers so that it returns NULL for other arguments, or if the result is
+    undefined."""
     def wrapped(*values):
         if any(not isinstance(value, (int, float)) for value in values):
             return None
@@ -250,8 +238,8 @@ MATH_FUNCTIONS = {
     "pow": (2, _of_number(math.pow)), "power": (2, _of_number(math.pow)),
     "mod": (2, _of_number(math.fmod)),
     "sign": (1, _of_number(lambda x: (x > 0) - (x < 0)))}
-# A query may only call these functions: FUNCTIONS, and the functions of sqlite that cannot read
-# files or create long texts.
+# A query may only call FUNCTIONS, and functions of sqlite that cannot read files or create long
+# texts.
 ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "abs avg ceil ceiling coalesce count cume_dist dense_rank first_value floor "
     "group_concat ifnull iif instr lag last_value lead length like lower ltrim max min "
@@ -260,10 +248,7 @@ ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
 
 
 def check_sqlite() -> None:
-    """Raises UsageError if sqlite was built without double-quoted strings.
-
-    Many gold queries of InterCode have such strings, as MySQL allows them.
-    """
+    """Raises UsageError if sqlite was built without double-quoted strings, which MySQL allows."""
     with closing(sqlite3.connect(":memory:")) as db:
         try:
             db.execute('SELECT "a string"')
@@ -274,21 +259,16 @@ def check_sqlite() -> None:
 
 
 class Sqlite:
-    """An sqlite database in memory.
-
-    Queries can only read the tables of the database, and call ALLOWED_FUNCTIONS.
+    """An sqlite database in memory. Queries can only read its tables, and call ALLOWED_FUNCTIONS.
 
     Args:
         name: Name of the database.
         script: SQL script that creates the tables and inserts the rows.
-
-    Raises:
-        UsageError: If sqlite cannot run the script.
     """
 
     def __init__(self, name: str, script: str):
-        # Do not cache statements. If a query is repeated, a cached statement continues the step
-        # count of the first execution, so the query reaches VM_STEPS too early.
+        # A cached statement would continue the step count of its first execution, so a repeated
+        # query would reach VM_STEPS too early.
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
         try:
@@ -359,10 +339,9 @@ class Sqlite:
                 self._db.execute(f'PRAGMA table_info("{table}")')]
 
     def _error(self, message: str, sql: str) -> str:
-        """Converts an error message of sqlite to MySQL's error text, and returns this text.
+        """Returns MySQL's text for an error message of sqlite, if _AS_MYSQL has one.
 
-        The conversion is needed because the tiny model was trained on MySQL's error texts. If
-        _AS_MYSQL has no text for the error, the method returns sqlite's message.
+        The tiny model was trained on MySQL's error texts.
         """
         for pattern, text in _AS_MYSQL:
             if match := re.fullmatch(pattern, message, re.S):
@@ -375,8 +354,6 @@ class Sqlite:
 
 def _clause_of(name: str, sql: str) -> str:
     """Returns the clause in which a column's name first occurs in a query, such as "where clause".
-
-    MySQL's error texts contain the name of this clause.
     """
     clause = "field list"
     for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
@@ -387,7 +364,7 @@ def _clause_of(name: str, sql: str) -> str:
     return clause
 
 
-# Each item is (pattern of sqlite's error message, MySQL's message for the same error).
+# (pattern of sqlite's error message, MySQL's message for the same error)
 _AS_MYSQL = [
     (r"no such table: (.*)", "Table '{database}.{name}' doesn't exist"),
     (r"no such column: (.*)", "Unknown column '{name}' in '{clause}'"),
@@ -406,10 +383,8 @@ _SHOW_TABLES = re.compile(r"\s*show\s+tables[\s;]*", re.I)
 _DESCRIBE = re.compile(
     r"\s*(?:desc|describe|explain|show\s+columns\s+(?:from|in))\s+(\w+)[\s;]*", re.I)
 
-# This pattern matches the parts of a query that `in_sqlite` checks. If group 1 matches, the part is
-# a string literal, a quoted name or a comment, and `in_sqlite` does not change it. If group 2
-# matches, the part is the function name LEFT or RIGHT, which is also a keyword of joins in sqlite.
-# If neither group matches, the part is a division sign.
+# Group 1 is a string literal, a quoted name or a comment. Group 2 is the function LEFT or RIGHT.
+# The rest is a division sign.
 _SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
                      r"\b(left|right)(?=\s*\()", re.I | re.S)
 
@@ -432,9 +407,7 @@ _TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", r
 
 
 def _without_case(script: str) -> str:
-    """Makes the text columns in an SQL script case-insensitive, by adding COLLATE NOCASE to them.
-
-    MySQL ignores case when it compares texts. With this collation, sqlite does the same.
+    """Adds COLLATE NOCASE to the text columns, because MySQL ignores case when it compares texts.
     """
     def table(match):
         return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", match[0])
@@ -442,10 +415,7 @@ def _without_case(script: str) -> str:
 
 
 def _fetch(cursor) -> list[tuple] | str:
-    """Fetches all rows of a cursor one by one, and returns the rows.
-
-    Returns the error text TOO_LARGE if the rows exceed MAX_ROWS or MAX_CHARACTERS.
-    """
+    """Returns all rows of a cursor, or TOO_LARGE if they exceed MAX_ROWS or MAX_CHARACTERS."""
     rows, characters = [], 0
     while row := cursor.fetchone():
         rows.append(row)
@@ -459,21 +429,15 @@ class MySQL:
     """A database on a MySQL or MariaDB server.
 
     Each object opens its own connection, and logs in as the user that `load_intercode` created for
-    the database. The server stops a query after SECONDS seconds. If the server fails to stop the
-    query, the client's read timeout closes the connection 3 seconds later.
+    the database. The server stops a query after SECONDS seconds.
 
     Args:
         name: Name of the database.
         url: Address of the server, mysql://user@host:port.
-
-    Raises:
-        UsageError: If the user has no permission to read the database.
-        EnvError: If the connection to the server failed or was lost.
     """
     TIMED_OUT = {1969, 3024}  # error codes for a query that exceeds the time limit
     DENIED = {1044, 1045, 1049, 1698}  # error codes for a denied login or database
-    # Error codes for a lost connection. The possible causes are that the server has too many
-    # connections, shuts down, cannot reach the client, or has killed the query or the connection.
+    # Error codes for too many connections, a shutdown, a broken network, or a killed query
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
@@ -488,8 +452,7 @@ class MySQL:
 
     def close(self):
         connection, self._connection = self._connection, None
-        # If not all rows of a result were fetched, PyMySQL would fetch them before it closes the
-        # connection. Without `unbuffered_active`, PyMySQL does not fetch them.
+        # With `unbuffered_active`, PyMySQL would fetch all other rows before it closes.
         if connection and connection._result:
             connection._result.unbuffered_active = False
         if connection and connection.open:
@@ -501,8 +464,8 @@ class MySQL:
         limit = (f"max_statement_time = {SECONDS}"
                  if "MariaDB" in self._connection.get_server_info() else
                  f"max_execution_time = {1000 * SECONDS}")
-        # The gold queries were written for this mode. In the default mode of MySQL's image, which
-        # has ONLY_FULL_GROUP_BY, more than a tenth of them fail.
+        # In the default mode of MySQL's image, which has ONLY_FULL_GROUP_BY, more than a tenth of
+        # the gold queries fail.
         self._connection.query(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}, "
                                "SESSION sql_mode = 'NO_ENGINE_SUBSTITUTION'")
 
@@ -527,9 +490,9 @@ class MySQL:
         return answer
 
     def _checked(self, action):
-        """Calls `action` and returns its result.
+        """Returns the result of `action`.
 
-        If the server or the connection fails, the method closes the connection. It then raises
+        If the server or the connection fails, the method closes the connection, and raises
         UsageError if the user lacks a privilege, and otherwise EnvError.
         """
         where = f"{server_of(self._url)}, database {self.name}"
@@ -545,11 +508,7 @@ class MySQL:
 
 
 def driver():
-    """Imports PyMySQL and returns the module.
-
-    PyMySQL is not imported when this file is loaded, because only --mysql-url needs it. Raises
-    UsageError if PyMySQL is not installed.
-    """
+    """Returns the module pymysql, which only --mysql-url needs."""
     try:
         import pymysql
     except ImportError as error:
@@ -558,19 +517,11 @@ def driver():
 
 
 def connect(url: str, **options):
-    """Connects to a server and returns the connection.
-
-    Args:
-        url: Address of the server, mysql://user@host:port.
-        options: Arguments of pymysql.connect. They replace the default values, such as the password
-            from the environment variable MYSQL_PWD.
-    """
+    """Connects to a server. `options` replace the default arguments of pymysql.connect."""
     parts, pymysql = urlsplit(url), driver()
     try:
-        # The read timeout is 3 seconds longer than the server's time limit for a query. A server
-        # that works therefore responds before the read timeout expires.
-        # TLS is disabled for a server on the same machine. Such a connection needs no encryption,
-        # and TLS costs 20 ms per episode.
+        # The read timeout is 3 seconds longer than the server's time limit for a query. TLS is
+        # disabled for a server on the same machine, because it costs 20 ms per episode.
         return pymysql.connect(**{**dict(
             host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
             password=os.environ.get("MYSQL_PWD", ""), charset="utf8mb4", autocommit=True,
@@ -579,14 +530,13 @@ def connect(url: str, **options):
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
     except (IndexError, AssertionError, struct.error):  # the server did not send a MySQL handshake
         raise pymysql.err.OperationalError(2013, "the answer is not MySQL's") from None
-    # PyMySQL needs the package that its extra "rsa" installs, because MySQL 8 encrypts the password
-    # with RSA. If this package is not installed, PyMySQL raises RuntimeError.
+    # MySQL 8 encrypts the password with RSA, for which PyMySQL needs its extra "rsa".
     except RuntimeError as error:
         raise UsageError(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def server_of(url: str) -> str:
-    """Returns the server's address without the user, mysql://host:port, for use in messages."""
+    """Returns the server's address without the user, mysql://host:port."""
     parts = urlsplit(url)
     return f"mysql://{parts.hostname}:{parts.port or 3306}"
 
@@ -594,8 +544,8 @@ def server_of(url: str) -> str:
 def database_user(url: str, database: str) -> str:
     """Returns the name of the user that can read only `database`.
 
-    A user name of MySQL has at most 32 characters. The name therefore ends with a hash of the
-    database's name, instead of this name itself.
+    A user name of MySQL has at most 32 characters, so the name ends with a hash of the database's
+    name.
     """
     name = unquote(urlsplit(url).username)[:21]
     return f"{name}_{hashlib.sha256(database.lower().encode()).hexdigest()[:10]}"

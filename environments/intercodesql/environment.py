@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from contextlib import closing
 from decimal import Decimal
-from importlib import import_module
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from environments.intercodesql.databases import (
 )
 from environments.intercodesql.questions import sql_data, sql_expert
 from environments.intercodesql.spider import spider_data
+from environments.intercodesql.tasks import TaskGenerator
 from envs import EnvError, Environment, Step
 
 SHORT_ROWS = 8
@@ -55,22 +55,17 @@ class InterCodeSQL(Environment):
     """The environment InterCodeSQL. Each task is a question about a database.
 
     The agent explores the database with SQL queries, and submits the result of its last query as
-    the answer.
-
-    A task is a dict with `query` (the question in words), `gold` (the gold query in SQL) and `db`
-    (the name of the database).
+    the answer. The value of a task is a question, see `questions.SQLData`.
 
     Args:
         view: "full", or "short" for a very small model. In the short view, a reply consists of a
-            query or the word "submit". Results are shown without brackets and with at most
-            SHORT_ROWS rows. DESC shows only the names of the columns.
+            query or the word "submit", and results are shorter, see `in_short`.
         intercode_data: Path of the folder with InterCode's data, or None for generated databases.
         mysql_url: Address of the server with InterCode's databases, or None to use sqlite.
     """
     name = "intercodesql"
     max_turns = 10
-    # This string is appended to most error texts. It is "\n" with --protocol eto, as in IPR's code.
-    error_end = ""
+    error_end = ""  # the end of most error texts; "\n" with --protocol eto, as in IPR's code
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -91,8 +86,7 @@ class InterCodeSQL(Environment):
     def check(self, splits: list[str]) -> str:
         """Runs all gold queries of some splits of InterCode's data, and counts those that fail.
 
-        A failing gold query has an empty result, so an answer without rows earns 1. Raises
-        UsageError if more than MOST_FAILURES of the gold queries fail.
+        A failing gold query has an empty result, so an answer without rows earns 1.
         """
         if self.data.tables:  # the databases are generated
             return ""
@@ -113,11 +107,10 @@ class InterCodeSQL(Environment):
         return f"{line}; an empty result earns 1 there, as InterCode scores it"
 
     def task_generator(self):
-        # New questions can only be generated for the generated databases, because InterCode's data
-        # does not contain the `tables` that the generator needs.
+        # InterCode's data does not contain the `tables` that the generator needs.
         if not self.data.tables:
             return super().task_generator()
-        return import_module("environments.intercodesql.tasks").TaskGenerator(self)
+        return TaskGenerator(self)
 
     def start(self, question: dict) -> str:
         self.close()
@@ -127,7 +120,6 @@ class InterCodeSQL(Environment):
         return question["query"]
 
     def database(self, name: str) -> MySQL | Sqlite:
-        """Opens the database called `name`, and returns it."""
         if self.mysql_url:
             return MySQL(name, self.mysql_url)
         return Sqlite(name, self.data.databases[name])
@@ -166,14 +158,10 @@ class InterCodeSQL(Environment):
 
 
 def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
-    """Runs the gold query of a question and returns its rows.
+    """Returns the rows of a gold query, and [] if it is invalid, as in InterCode's code.
 
-    If the gold query is invalid, the function returns [], because InterCode's code also treats the
-    result as empty. `InterCodeSQL.check` has counted such queries.
-
-    Raises:
-        EnvError: If the query exceeded a limit or lacked a privilege. Its correct result is then
-            unknown.
+    Raises EnvError if the query exceeded a limit or lacked a privilege. Its correct result is then
+    unknown.
     """
     gold = database.execute(question["gold"])
     if isinstance(gold, list):
@@ -191,10 +179,9 @@ def in_full(answer) -> str:
 
 
 def in_short(answer, sql: str) -> str:
-    """Formats the result of a query for the short view.
+    """Formats the result of a query without brackets, and with at most SHORT_ROWS rows.
 
-    The text has no brackets and at most SHORT_ROWS rows. For DESC, the text contains only the names
-    of the columns.
+    For DESC, the text contains only the names of the columns.
     """
     if not isinstance(answer, list):
         return in_full(answer)
@@ -211,18 +198,14 @@ def in_short(answer, sql: str) -> str:
 
 
 def _rounded(value) -> str:
-    """Returns the repr of a value. A float or decimal is rounded to two digits first."""
     return repr(round(float(value), 2) if isinstance(value, (float, Decimal)) else value)
 
 
 def parse_sql_reply(reply: str) -> str | None:
     """Parses the action of a reply, as InterCode does for its ReAct agents.
 
-    Only the text after the first "Action:" counts. If this text contains the word "submit", the
-    action is "submit". Otherwise, the action is the first line of the first ```sql block.
-
-    Returns:
-        The action, or None if the text contains neither "submit" nor a query in an ```sql block.
+    If the text after the first "Action:" contains the word "submit", the action is "submit".
+    Otherwise, it is the first line of the first ```sql block. Returns None if there is none.
     """
     action = reply.partition("Action:")[2]
     if "submit" in action:
@@ -237,17 +220,11 @@ def sql_reward(agent_rows, gold_rows) -> float:
         round(tau * |common| / |union|, 2)
 
     |common| and |union| are the sizes of the intersection and the union of two multisets: the
-    agent's rows and the gold rows. Rows are compared as text, so 1 and 1.0 differ.
-
-    tau is Kendall's tau-b between the order of the common rows in the agent's result and their
-    order in the gold result. tau is undefined if there are fewer than two distinct common rows. In
-    this case the reward is |common| / |union|.
+    agent's rows and the gold rows. Rows are compared as text, so 1 and 1.0 differ. tau is Kendall's
+    tau-b between the orders of the common rows in the two results. If there are fewer than two
+    distinct common rows, the reward is |common| / |union|.
 
     The reward is 1 if both lists are empty, and 0 if one of the arguments is not a list.
-
-    Args:
-        agent_rows: Rows of the agent's last result, or an error text, or None.
-        gold_rows: Rows of the gold query.
     """
     if not isinstance(agent_rows, list) or not isinstance(gold_rows, list):
         return 0.0
@@ -263,10 +240,7 @@ def sql_reward(agent_rows, gold_rows) -> float:
 
 
 def _first_of(common: Counter, rows: list[str]) -> list[str]:
-    """Returns the rows that are in `common`, in their order in `rows`.
-
-    If the count of a row in `common` is n, only the first n occurrences of the row are returned.
-    """
+    """Returns the rows that are in `common`, in their order in `rows`, as often as in `common`."""
     seen = Counter()
     return [row for row in rows if seen.update([row]) or seen[row] <= common[row]]
 
@@ -278,8 +252,7 @@ def kendall_tau(a: list[str], b: list[str]) -> float:
     """
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
     concordant = 0  # number of concordant pairs minus number of discordant pairs
-    # Number of pairs of equal texts. It is the same in both orderings, which have the same texts.
-    ties = 0
+    ties = 0  # number of pairs of equal texts, the same in both orderings
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)

@@ -14,17 +14,15 @@ from environments import numbered, saying
 DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run (our choice)
 
 # Each database has one table of sites, such as schools, and one or two tables of people or things,
-# such as teachers. Every person or thing belongs to a site. The name of each table and column is a
-# single word that is unique in the database, so that a small model can copy the name.
-# A concept, such as the salary, has several names. If a question contains "wage" and the column is
-# called "pay", the agent must look up the column with DESC.
+# such as teachers, who belong to sites. The names of tables and columns are single words, so that a
+# small model can copy them. A concept, such as the salary, has several names. If a question
+# contains "wage" and the column is called "pay", the agent must look up the column with DESC.
 PEOPLE = "doctor teacher driver singer farmer painter lawyer pilot nurse baker actor writer".split()
 THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".split()
 SITES = "town school museum farm harbor hotel island valley market castle station park".split()
 HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
 
-# The columns of each kind of table: (name of the label column, numeric columns, text columns). Each
-# numeric or text column has several possible names.
+# {kind of table: (name of the label column, names of each numeric and of each text column)}
 CONCEPTS = {
     "people": ("name", [["age", "years"], ["salary", "pay", "wage"], ["score", "points", "marks"]],
                [["country", "nation", "homeland"], ["grade", "rank", "level"]]),
@@ -34,14 +32,13 @@ CONCEPTS = {
     "sites": ("site", [["area", "size", "extent"], ["seats", "rooms", "places"]],
               [["region", "zone", "district"]]),
 }
-# A text concept is a list of synonyms for a column name, such as ["country", "nation"]. This dict
-# maps the first synonym of each text concept to the values that its column may have.
+# {first name of a text column: its possible values}
 VALUES = {
-    "country": ["France", "Spain", "Japan", "Brazil", "Egypt", "India"],
-    "grade": ["junior", "senior", "expert", "novice"],
-    "color": ["red", "blue", "green", "black", "white"],
-    "brand": ["Acme", "Zenith", "Orion", "Delta", "Vega"],
-    "region": ["north", "south", "east", "west"],
+    "country": "France Spain Japan Brazil Egypt India".split(),
+    "grade": "junior senior expert novice".split(),
+    "color": "red blue green black white".split(),
+    "brand": "Acme Zenith Orion Delta Vega".split(),
+    "region": "north south east west".split(),
 }
 NAMES = {
     "people": "Ann Bob Carl Dora Eva Finn Gina Hugo Ivan Jane Karl Lena Max Nora Otto Paul Rosa "
@@ -61,8 +58,8 @@ class Column:
     values: list        # one value per row
 
     def draw_name(self, rng: random.Random) -> str:
-        """Returns a random name of the column for a question: with a probability of at least two
-        thirds the name in the database, and otherwise another name of the same concept."""
+        """Returns a random name of the column for a question. With a probability of two thirds or
+        more, it is the name in the database."""
         return rng.choice([*(self.concept or [self.name]), *[self.name] * 3])
 
 
@@ -88,28 +85,22 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class SQLData:
-    # A dict from the name of each database to the SQL script that creates the database in sqlite
-    databases: dict[str, str]
-    # A dict {split: {number of a question: question}}. A question is a dict with `query` (the
-    # question in words), `gold` (the gold query in SQL) and `db` (the name of the database).
+    databases: dict[str, str]  # {name of a database: SQL script that creates it in sqlite}
+    # {split: {number of a question: question}}. A question is a dict with `query` (the question in
+    # words), `gold` (the gold query in SQL) and `db` (the name of the database).
     questions: dict[str, dict[str, dict]]
-    # A dict from the name of each database to its tables, with the table of sites first. `tables`
-    # is None for InterCode's databases.
+    # {name of a database: its tables, with the table of sites first}, or None for InterCode's data
     tables: dict[str, list[Table]] | None = None
 
 
 def draw_database(rng: random.Random, nouns: set) -> list[Table]:
-    """Generates the tables of a random database. The table of sites comes first.
+    """Generates the tables of a random database, named after some of the given nouns."""
+    def pick(pool):
+        return rng.choice([noun for noun in pool if noun in nouns])
 
-    Args:
-        rng: Random number generator.
-        nouns: Nouns from PEOPLE, THINGS and SITES. Each table is named after one of them.
-    """
     style = rng.choice(["{}", "{}s", "{}_info"])
-    people, things = ([n for n in pool if n in nouns] for pool in (PEOPLE, THINGS))
-    kinds = [("sites", rng.choice([n for n in SITES if n in nouns]))]
-    kinds += rng.sample([("people", rng.choice(people)), ("things", rng.choice(things))],
-                        rng.choice([1, 2]))
+    kinds = [("sites", pick(SITES))]
+    kinds += rng.sample([("people", pick(PEOPLE)), ("things", pick(THINGS))], rng.choice([1, 2]))
     tables = []
     for kind, noun in kinds:
         label, numeric, textual = CONCEPTS[kind]
@@ -130,7 +121,7 @@ def redraw(rng: random.Random, tables: list[Table]) -> list[Table]:
     """Returns copies of the tables with new random rows.
 
     Each table gets 60 to 90 rows, so that queries with different meanings probably return different
-    rows. All tables have different numbers of rows, so a COUNT(*) also differs between tables.
+    rows. All tables have different numbers of rows, so that COUNT(*) differs between tables.
     """
     counts = rng.sample(range(60, 91), len(tables))
     redrawn = []
@@ -161,8 +152,16 @@ def database_script(tables: list[Table]) -> str:
     return "".join(script)
 
 
-# Each question family is (weight, question, gold query). The probability of a family is
-# proportional to its weight. The placeholders are:
+def question_families(text: str) -> list[tuple[int, str, str]]:
+    """Parses families into (weight, question, gold query)."""
+    families = []
+    for weight, words, gold in re.findall(r"(\d) (.+)\n  (.+)", text):
+        families.append((int(weight), words, gold))
+    return families
+
+
+# Question families are drawn in proportion to their weights, the numbers at the start of the lines.
+# The question of each family is followed by its gold query. The placeholders are:
 #   {t}              table
 #   {n}              label column of {t}
 #   {a}, {b}         numeric columns of {t}
@@ -171,74 +170,76 @@ def database_script(tables: list[Table]) -> str:
 #   {p}              table of sites; {k} is its primary key
 #   {e}              text column of {p}; {u} is a value in it
 # A family has a large weight if an almost correct query earns part of the reward.
-# Most tasks are COMPOUND or LONG questions, but the tiny model's pretraining text contains few of
-# these questions. The model therefore has to learn them from expert trajectories and from its own
-# failures.
-def lists(weight: int, words: str, condition: str) -> tuple[int, str, str]:
-    return weight, "list the {n} of {t} " + words, "SELECT {n} FROM {t} " + condition
-
-
-SIMPLE = [
-    (1, "how many {t} are there", "SELECT COUNT(*) FROM {t}"),
-    (1, "how many {t} have {c} {v}", "SELECT COUNT(*) FROM {t} WHERE {c} = {v}"),
-    (1, "what is the average {a} of {t}", "SELECT AVG({a}) FROM {t}"),
-    (1, "what is the highest {a} of {t} with {c} {v}", "SELECT MAX({a}) FROM {t} WHERE {c} = {v}"),
-    (1, "what are the different values of {c} of {t}", "SELECT DISTINCT {c} FROM {t}"),
-    (1, "how many {t} are there for each {c}", "SELECT {c}, COUNT(*) FROM {t} GROUP BY {c}"),
-    lists(2, "with {c} {v}", "WHERE {c} = {v}"),
-    lists(3, "with {a} above {x}", "WHERE {a} > {x}"),
-    lists(3, "with {a} below {x}", "WHERE {a} < {x}"),
-    (2, "list the {n} and {b} of {t} with {a} above {x}",
-     "SELECT {n}, {b} FROM {t} WHERE {a} > {x}"),
-    (3, "list the {n} of the {z} {t} with the highest {a}",
-     "SELECT {n} FROM {t} ORDER BY {a} DESC LIMIT {z}"),
-    (2, "list the {n} of the {z} {t} with the lowest {a}",
-     "SELECT {n} FROM {t} ORDER BY {a} LIMIT {z}"),
-    lists(2, "from the highest {a} to the lowest", "ORDER BY {a} DESC"),
-    lists(2, "with {a} above the average", "WHERE {a} > (SELECT AVG({a}) FROM {t})"),
-    lists(2, "in {p} with {e} {u}", "JOIN {p} USING ({k}) WHERE {e} = {u}"),
-]
-COMPOUND = [
-    lists(3, "with {a} above {x} and {b} below {y}", "WHERE {a} > {x} AND {b} < {y}"),
-    lists(3, "with {a} above {x} or {b} below {y}", "WHERE {a} > {x} OR {b} < {y}"),
-    lists(3, "with {c} {v} or {v2}", "WHERE {c} = {v} OR {c} = {v2}"),
-    lists(3, "with {c} {v} or {a} above {x}", "WHERE {c} = {v} OR {a} > {x}"),
-    lists(3, "with {c} {v} or {a} above {x} or {b} below {y}",
-          "WHERE {c} = {v} OR {a} > {x} OR {b} < {y}"),
-    lists(3, "with {c} {v} or {v2} or {a} above {x}", "WHERE {c} = {v} OR {c} = {v2} OR {a} > {x}"),
-    (3, "list the {n} of the {z} {t} with the highest {a} and {b} above {x}",
-     "SELECT {n} FROM {t} WHERE {b} > {x} ORDER BY {a} DESC LIMIT {z}"),
-    lists(3, "with {a} above {x} from the lowest {b} to the highest",
-          "WHERE {a} > {x} ORDER BY {b}"),
-    lists(3, "with {c} {v} or {a} above {x} from the highest {b} to the lowest",
-          "WHERE {c} = {v} OR {a} > {x} ORDER BY {b} DESC"),
-    lists(2, "in {p} with {e} {u} or {a} above {x}",
-          "JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}"),
-]
-# The long questions have three or four conditions. A query without the last condition usually still
-# finds more than half of the correct rows, and so earns a part of the reward. The tiny model's
-# pretraining text contains no long questions.
-LONG = [
-    lists(1, "with {a} above {x} or {c} {v} or {v2}", "WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}"),
-    lists(1, "with {a} below {x} or {c} {v} or {v2}", "WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}"),
-    lists(1, "with {a} above {x} or {b} below {y} or {c} {v} or {v2}",
-          "WHERE {a} > {x} OR {b} < {y} OR {c} = {v} OR {c} = {v2}"),
-]
+# Most tasks are COMPOUND or LONG questions, which are rare in the tiny model's pretraining text.
+# The model has to learn them from expert trajectories and from its own failures.
+SIMPLE = question_families("""\
+1 how many {t} are there
+  SELECT COUNT(*) FROM {t}
+1 how many {t} have {c} {v}
+  SELECT COUNT(*) FROM {t} WHERE {c} = {v}
+1 what is the average {a} of {t}
+  SELECT AVG({a}) FROM {t}
+1 what is the highest {a} of {t} with {c} {v}
+  SELECT MAX({a}) FROM {t} WHERE {c} = {v}
+1 what are the different values of {c} of {t}
+  SELECT DISTINCT {c} FROM {t}
+1 how many {t} are there for each {c}
+  SELECT {c}, COUNT(*) FROM {t} GROUP BY {c}
+2 list the {n} of {t} with {c} {v}
+  SELECT {n} FROM {t} WHERE {c} = {v}
+3 list the {n} of {t} with {a} above {x}
+  SELECT {n} FROM {t} WHERE {a} > {x}
+3 list the {n} of {t} with {a} below {x}
+  SELECT {n} FROM {t} WHERE {a} < {x}
+2 list the {n} and {b} of {t} with {a} above {x}
+  SELECT {n}, {b} FROM {t} WHERE {a} > {x}
+3 list the {n} of the {z} {t} with the highest {a}
+  SELECT {n} FROM {t} ORDER BY {a} DESC LIMIT {z}
+2 list the {n} of the {z} {t} with the lowest {a}
+  SELECT {n} FROM {t} ORDER BY {a} LIMIT {z}
+2 list the {n} of {t} from the highest {a} to the lowest
+  SELECT {n} FROM {t} ORDER BY {a} DESC
+2 list the {n} of {t} with {a} above the average
+  SELECT {n} FROM {t} WHERE {a} > (SELECT AVG({a}) FROM {t})
+2 list the {n} of {t} in {p} with {e} {u}
+  SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u}
+""")
+COMPOUND = question_families("""\
+3 list the {n} of {t} with {a} above {x} and {b} below {y}
+  SELECT {n} FROM {t} WHERE {a} > {x} AND {b} < {y}
+3 list the {n} of {t} with {a} above {x} or {b} below {y}
+  SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y}
+3 list the {n} of {t} with {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2}
+3 list the {n} of {t} with {c} {v} or {a} above {x}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x}
+3 list the {n} of {t} with {c} {v} or {a} above {x} or {b} below {y}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} OR {b} < {y}
+3 list the {n} of {t} with {c} {v} or {v2} or {a} above {x}
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2} OR {a} > {x}
+3 list the {n} of the {z} {t} with the highest {a} and {b} above {x}
+  SELECT {n} FROM {t} WHERE {b} > {x} ORDER BY {a} DESC LIMIT {z}
+3 list the {n} of {t} with {a} above {x} from the lowest {b} to the highest
+  SELECT {n} FROM {t} WHERE {a} > {x} ORDER BY {b}
+3 list the {n} of {t} with {c} {v} or {a} above {x} from the highest {b} to the lowest
+  SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} ORDER BY {b} DESC
+2 list the {n} of {t} in {p} with {e} {u} or {a} above {x}
+  SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}
+""")
+# A query without the last condition usually still finds more than half of the correct rows, and so
+# earns a part of the reward. The tiny model's pretraining text contains no LONG questions.
+LONG = question_families("""\
+1 list the {n} of {t} with {a} above {x} or {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}
+1 list the {n} of {t} with {a} below {x} or {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}
+1 list the {n} of {t} with {a} above {x} or {b} below {y} or {c} {v} or {v2}
+  SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y} OR {c} = {v} OR {c} = {v2}
+""")
 
 
 def draw_question(rng: random.Random, tables: list[Table]) -> dict:
-    """Draws a random question about a database.
-
-    The question is from COMPOUND with probability 0.2, from LONG with probability 0.65, and
-    otherwise from SIMPLE.
-
-    Args:
-        rng: Random number generator.
-        tables: Tables of the database.
-
-    Returns:
-        A dict with `query` (the question in words) and `gold` (the gold query in SQL).
-    """
+    """Draws a random question about a database, a dict with `query` and `gold`."""
     number = rng.random()
     families = COMPOUND if number < 0.2 else LONG if number < 0.2 + 0.65 else SIMPLE
     _, query, gold = rng.choices(families, [family[0] for family in families])[0]
@@ -259,9 +260,8 @@ def draw_question(rng: random.Random, tables: list[Table]) -> dict:
 def sql_data() -> SQLData:
     """Generates the data: 360 databases with 5 questions each.
 
-    Each database belongs to a single split, so the databases of `test` are not in `train`. The
-    tables in `unseen` are named after nouns that no training task contains. The function
-    `worth_asking` returns True for all gold queries.
+    Each database belongs to a single split. The tables in `unseen` are named after nouns that no
+    training task contains.
     """
     rng = random.Random(DATA_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
@@ -291,11 +291,8 @@ def sql_data() -> SQLData:
 
 
 def schema_key(script: str) -> frozenset:
-    """Returns a key of the schema that a script creates. Two schemas have the same key if they have
-    the same tables and columns, in any order.
-
-    The key contains one set of words for each CREATE TABLE line of the script.
-    """
+    """Returns a key of the schema that a script creates, which ignores the order of tables and
+    columns."""
     return frozenset(frozenset(re.findall(r"\w+", line))
                      for line in re.findall(r"CREATE TABLE .*", script))
 
@@ -304,9 +301,8 @@ def worth_asking(run, gold: str) -> bool:
     """Returns True if a gold query is suitable for a question.
 
     The result must have at least one row and at most 300 characters as text, and its first value
-    must not be NULL. If the query has a WHERE clause, the query is also run without the clause. The
-    two results must differ. If the gold query returns several rows, it may return at most 70% as
-    many rows as the query without the clause.
+    must not be NULL. Without the WHERE clause, the result must differ. A gold query that returns
+    several rows may return at most 70% as many rows as the query without the clause.
 
     Args:
         run: Function that runs a query and returns its rows.
@@ -336,11 +332,9 @@ def sql_expert(gold: str, thoughts: bool):
 
     Args:
         gold: Gold query.
-        thoughts: True for the full view, in which a reply has the form "Thought: ... Action: ...".
-            False for the short view, in which a reply is only the action.
+        thoughts: True for replies in the form of ReAct, with a thought before each action.
     """
-    # The expert describes at most 7 tables. An episode has 10 turns, and the expert needs three of
-    # them for SHOW TABLES, the gold query and the submission.
+    # The other 3 of an episode's 10 turns are SHOW TABLES, the gold query and the submission.
     needed = tables_of(gold)[:7]
     turns = [("I should see which tables there are.", "SHOW TABLES")]
     for table in needed:

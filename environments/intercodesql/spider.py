@@ -13,8 +13,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from environments import UsageError, numbered
-from environments.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
+from environments import MYSQL_ADDRESS, UsageError, is_mysql_address, numbered
+from environments.intercodesql import databases
 from environments.intercodesql.questions import SQLData
 from environments.user_files import read_json, reading, text_in
 from envs import EnvError
@@ -22,12 +22,11 @@ from envs import EnvError
 
 @lru_cache(maxsize=2)
 def spider_data(folder: str) -> SQLData:
-    """Reads InterCode's or IPR's questions from a folder. If the folder also contains the dump of
-    the databases, reads the dump, too.
+    """Reads InterCode's or IPR's questions from a folder, and the dump if the folder has one.
 
-    IPR's questions are published with splits. InterCode's questions have no splits, so this
-    function splits them by database. Of every five databases, in alphabetical order, the fourth is
-    for validation, the fifth for testing, and the others are for training.
+    IPR publishes splits. InterCode's questions are split by database. Of every five databases, in
+    alphabetical order, the fourth is for validation, the fifth for testing, and the others are for
+    training.
     """
     where, questions, scripts = Path(folder), {}, {}
     with reading(f"--intercode-data {folder}", "InterCode's or IPR's: JSON lists of records with "
@@ -38,10 +37,11 @@ def spider_data(folder: str) -> SQLData:
                 questions[split] = {str(i): rows[str(i)] for i in read_json(indices)}
         if not questions:
             records = _records(where / "ic_spider_dev.json")
-            split_of = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
-                        for i, db in enumerate(sorted({q["db"] for q in records}))}
-            questions = {split: numbered([q for q in records if split_of[q["db"]] == split])
-                         for split in ("train", "validation", "test")}
+            names = sorted({question["db"] for question in records})
+            splits = ["train", "train", "train", "validation", "test"]
+            for split in dict.fromkeys(splits):
+                chosen = {db for i, db in enumerate(names) if splits[i % 5] == split}
+                questions[split] = numbered([q for q in records if q["db"] in chosen])
         if (dump := where / "ic_spider_dbs.sql").exists():
             scripts = sqlite_scripts(dump.read_text(encoding="utf-8"))
     return SQLData(scripts, questions)
@@ -50,26 +50,20 @@ def spider_data(folder: str) -> SQLData:
 def _records(path: Path) -> list[dict]:
     records = []
     for record in read_json(path):
-        # The name of the database is record["db"] in InterCode's files. In IPR's files, the name is
-        # record["extra"]["db"].
+        # IPR's files have the name of the database in "extra".
         db = record["db"] if "db" in record else record["extra"]["db"]
         records.append(dict(query=text_in(record["query"]), db=text_in(db),
                             gold=" ".join(text_in(record["gold"]).split())))
     return records
 
 
-# This pattern matches the parts of a CREATE TABLE statement that sqlite does not accept. These are
-# AUTO_INCREMENT, CHARACTER SET, COLLATE, and the length of a prefix in a key, such as (20) in
-# `name`(20).
+# The parts of a CREATE TABLE statement that sqlite does not accept, such as (20) in `name`(20),
+# which is the length of a prefix in a key
 _MYSQL_SYNTAX = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
-    """Converts a MySQL dump to one sqlite script per database.
-
-    Returns:
-        A dict that maps the name of each database to its script.
-    """
+    """Converts a MySQL dump to sqlite scripts, {name of a database: its script}."""
     scripts, name = {}, None
     for statement in re.findall(r"^(?:USE|CREATE TABLE|INSERT INTO) (?:'(?:\\.|[^'\\])*'|[^;'])*;",
                                 dump, re.M):
@@ -92,16 +86,15 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump into a server, and creates a user for each database.
 
-    Each user can only read its own database. If the server already has a table with the name of a
-    table in the dump, the table is replaced. The function skips the dump's CREATE USER statement,
-    because this statement creates a user "admin" with the password "admin" and all privileges.
+    Each user can only read its own database. Existing tables are replaced. The dump's CREATE USER
+    statement is skipped, because it creates a user "admin" with the password "admin" and all
+    privileges.
 
     Args:
         dump: Path of the dump.
-        admin_url: The address mysql://user@host:port, with a user that can create databases and
-            users. The environment variable MYSQL_ADMIN_PWD contains the password of this user.
-        mysql_url: The address mysql://user@host:port. The names of the new users begin with the
-            user name in this address. All new users get the password in the environment variable
+        admin_url: The address with a user that can create databases and users, and whose password
+            is in MYSQL_ADMIN_PWD.
+        mysql_url: The address with the start of the names of the new users, whose password is in
             MYSQL_PWD.
 
     Returns:

@@ -1,8 +1,7 @@
 """Makes new questions about the generated databases from the queries of an episode.
 
-The file questions.py defines question families, which are templates of questions and their queries.
-If a query matches a template, its question is generated from the template. Otherwise, an explorer
-model has to write the question.
+If a query matches a question family of questions.py, its question is generated from the family.
+Otherwise, an explorer model has to write the question.
 """
 
 import random
@@ -16,21 +15,15 @@ from environments.intercodesql import questions
 from environments.intercodesql.databases import ERROR, Sqlite, code_of
 from environments.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
-# Number of copies of a database with new random rows. Two queries count as equivalent if their
-# results are equal on the database and on all copies (our choice).
-COPIES = 4
-# A query with one of these words may return another result when it is run again.
-VARYING = set("now date time datetime julianday strftime unixepoch timediff current_date "
-              "current_time current_timestamp random randomblob".split())
-# This dict maps each placeholder of a gold query to the pattern of its possible values.
+COPIES = 4  # number of copies of a database with new random rows, see `effect` [ours]
+# {placeholder of a gold query: pattern of its possible values}
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
 
 def _pattern(gold: str) -> re.Pattern:
-    """Returns a pattern that matches every query of a question family.
+    """Returns a pattern that matches every query of a question family, see `families`.
 
-    Before matching, a query must be split with `parts_of` and joined with spaces. If a placeholder
-    occurs several times in `gold`, it must have the same value each time.
+    A placeholder that occurs several times in `gold` must have the same value each time.
     """
     pattern = re.escape(" ".join(re.findall(r"\{\w+\}|\w+|[^\w\s]", gold)))
     for hole, kind in HOLES.items():
@@ -44,10 +37,9 @@ FAMILIES = [(words, gold, _pattern(gold)) for _, words, gold in
 
 
 def families(sql: str):
-    """Yields (words, gold, texts) for each question family that matches the query.
+    """Yields (question, gold query, {placeholder: value}) for each family that matches the query.
 
-    `words` is the question of the family, and `gold` is the gold query of the family. Both contain
-    placeholders. `texts` is a dict that maps each placeholder of `gold` to its value in `sql`.
+    The question and the gold query of the family contain placeholders.
     """
     for words, gold, pattern in FAMILIES:
         if match := pattern.fullmatch(" ".join(parts_of(sql))):
@@ -57,19 +49,14 @@ def families(sql: str):
 class TaskGenerator:
     """Makes, checks and verifies new tasks.
 
-    A task is a dict with `query` (the question in words), `gold` (the gold query) and `db` (the
-    name of the database). A candidate is a dict with `text` (the question), `task` and `solution`
-    (a list of replies that solve the task).
-
-    Args:
-        env: The environment InterCodeSQL, with generated databases.
+    A task is a question, see `questions.SQLData`. A candidate is a dict with `text` (the question
+    in words), `task` and `solution` (a list of replies that solve the task).
     """
-    # This text explains in the prompt of an explorer model what a task is.
+    # Description of a task in the prompt of an explorer model
     form = ("A task is a question about this database that one SELECT answers; it names the same "
             "things, columns, values and numbers, and no others. Its actions are queries, the "
             "answer's SELECT the last of them, and then: submit")
-    # This text lists the actions in the prompt of an explorer model. The short view needs this
-    # list, because it has no rules that describe the actions.
+    # List of the actions in the prompt of an explorer model without the rules of the environment
     actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
     def __init__(self, env):
@@ -84,16 +71,13 @@ class TaskGenerator:
         self.training = {question["db"] for question in env.splits["train"].values()}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the set of question families in an episode. The set contains the result of
-        `family` for each query that returned rows."""
+        """Returns the families of all queries in an episode that returned rows."""
         return {self.family(sql) for sql in self._successful(self.env.find(task)["db"], replies)}
 
     def family(self, sql: str) -> str:
-        """Returns the question of the family that matches a query. The question contains
-        placeholders.
+        """Returns the question of the family that matches a query, with placeholders.
 
-        If no family matches, the method returns the query with "x" instead of each name, and "?"
-        instead of each value.
+        If no family matches, returns the query with "x" for each name, and "?" for each value.
         """
         for words, _, _ in families(sql):
             return words
@@ -103,37 +87,21 @@ class TaskGenerator:
                       flags=re.I)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Makes candidates from the queries of an episode.
-
-        A query becomes a candidate if it returned rows and if a question family matches it.
-
-        Args:
-            task: Id of the episode's task.
-            replies: The agent's replies in the episode.
-            rng: Random number generator.
-        """
+        """Makes a candidate from each query that returned rows and that a family matches."""
         db = self.env.find(task)["db"]
         questions = [self.question(db, sql, rng) for sql in self._successful(db, replies)]
         return [self.proposal(*question, db) for question in questions if question]
 
     def proposal(self, text: str, sql: str, db: str) -> dict:
-        """Returns a candidate with the given question, gold query and database."""
         actions = ["SHOW TABLES", *(f"DESC {table}" for table in tables_of(sql)), sql, "submit"]
         return dict(text=text, task=dict(query=text, gold=sql, db=db),
                     solution=[self.env.reply(action) for action in actions])
 
     def question(self, db: str, sql: str, rng: random.Random) -> tuple[str, str] | None:
-        """Returns a question in words that a query answers, and the query in standard form.
+        """Returns a question that the query answers, and the query in the form of its family.
 
-        The standard form has the spaces and the upper and lower case of the question family that
-        matches the query. Spaces in `sql` are ignored, because some tokenizers decode MAX(age) as
-        MAX ( age ). The method returns None if no family matches, or if the query does not fit the
-        tables of the database.
-
-        Args:
-            db: Name of the database.
-            sql: The query.
-            rng: Random number generator for the choice of the columns' names in the question.
+        Spaces in `sql` are ignored, because some tokenizers decode MAX(age) as MAX ( age ). Returns
+        None if no family matches, or if the query does not fit the tables of the database.
         """
         sites, *_ = self.env.data.tables[db]
         tables = {table.name: table for table in self.env.data.tables[db]}
@@ -155,17 +123,9 @@ class TaskGenerator:
         return None
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """Makes a candidate from an explorer model's proposal.
+        """Makes a candidate from an explorer model's proposal, or returns None.
 
-        The last SELECT query of the proposal becomes the gold query.
-
-        Args:
-            task: Id of the task that the model explored.
-            proposal: A dict with `query` (the question in words) and `action_sequence` (the actions
-                that solve it).
-
-        Returns:
-            The candidate, or None if the proposal contains no SELECT query.
+        The last SELECT query of `action_sequence` becomes the gold query.
         """
         solution = [self.env.action(reply) or reply for reply in proposal["action_sequence"]]
         answers = [sql for sql in solution if re.match(r"\s*select", sql, re.I)]
@@ -176,12 +136,11 @@ class TaskGenerator:
                               gold=" ".join(answers[-1].split()).rstrip(" ;")))
 
     def key(self, task: dict) -> str:
-        """Returns a key that is equal for equivalent questions. The key consists of the database's
-        name and the result of `effect` for the gold query."""
+        """Returns the database's name and the result of `effect` for the gold query."""
         return f"{task['db']}/{effect(self.env.data, task['db'], task['gold'])}"
 
     def refusal(self, task: dict) -> str | None:
-        """Returns the reason why a question must not become a task, or None if there is none."""
+        """Returns the reason why a question must not become a task, or None."""
         if task["db"] not in self.training:
             return "a database of no training task"
         words, key = words_of(task["query"]), self.key(task)
@@ -192,8 +151,6 @@ class TaskGenerator:
                 return "a question of a split"
         if {*words.split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
             return "a held-out noun"
-        if VARYING & {*re.findall(r"\w+", code_of(task["gold"]).lower())}:
-            return "a query that may return something else another time"
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
             return "a value that occurs twice"
@@ -203,12 +160,9 @@ class TaskGenerator:
                                    "condition that changes little")
 
     def verify(self, candidate: dict) -> str | None:
-        """Verifies a candidate.
+        """Verifies a candidate, and returns None or the reason why it does not pass.
 
-        The solution is run in two episodes. Both must have the same observations and the reward 1.
-
-        Returns:
-            None if the candidate passes, and otherwise the reason why it does not.
+        Two episodes with the solution must have the same observations and the reward 1.
         """
         task, solution = candidate["task"], candidate["solution"]
         if len(solution) > self.env.max_turns:
@@ -237,9 +191,8 @@ class TaskGenerator:
 def effect(data: questions.SQLData, db: str, gold: str) -> str:
     """Returns a fingerprint of a query. Two queries with equal fingerprints count as equivalent.
 
-    The query is run on its database, and on several copies of the database with new random rows.
-    COPIES is the number of these copies. The fingerprint is a hash of all results. If the query
-    fails, the text of the query is the fingerprint.
+    The fingerprint is a hash of the query's results on its database and on several copies of the
+    database with new random rows. If the query fails, its text is the fingerprint.
     """
     rng, tables = random.Random(db), data.tables[db]
     scripts = [data.databases[db]]
@@ -257,9 +210,7 @@ def effect(data: questions.SQLData, db: str, gold: str) -> str:
 
 
 def parts_of(sql: str) -> list[str]:
-    """Splits a query into words, quoted strings and punctuation marks.
-
-    Comments and semicolons are left out.
+    """Splits a query into words, quoted strings and punctuation, without comments and semicolons.
     """
     parts = re.findall(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|\w+|[^\w\s]", sql, re.S)
     return [part for part in parts if not part.startswith(("--", "/*")) and part != ";"]

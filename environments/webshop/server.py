@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
-from weakref import WeakSet
 
 import requests
 from bs4 import BeautifulSoup, NavigableString
@@ -16,11 +15,10 @@ from filelock import FileLock
 
 from environments import UsageError
 from environments.user_files import read_lists
-from environments.webshop.shop import DONE, Page, Shop, show
+from environments.webshop.pages import DONE, Page, Shop
 from envs import EnvError
 
-# The default splits are ranges of goal numbers, as in WebShop's baselines. With --split-file, the
-# tasks of "train" and "test" are read from task lists instead.
+# The default splits are ranges of goal numbers, as in WebShop's baselines.
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
 CHECK = ("check the address; if the server is behind a proxy, its links must begin with the whole "
          "address")
@@ -34,38 +32,33 @@ class WebShopServer(Shop):
 
     Restarted servers. A server draws new random price limits each time it starts. Results with
     different price limits cannot be compared, so the client raises UsageError if the server was
-    restarted during a run. To detect this, the client remembers the instruction of every goal that
-    it has read, and compares the instruction whenever it reads the same goal again. A goal that is
-    new to the client has no instruction to compare, so the client first reads one of the earlier
-    goals again. After a purchase the client also reads the goal of the episode again, because the
-    page after a purchase does not show the instruction.
+    restarted during a run. To detect this, the client remembers the instruction of every goal, and
+    compares it whenever it reads the goal again. Before a new goal it reads an earlier goal again.
+    After a purchase it reads the goal of the episode again, because the page after a purchase does
+    not show the instruction.
 
-    Load. A server loads its catalogue at the first request. If further requests arrive before the
-    catalogue is loaded, the server loads the catalogue again for each of these requests. A client
-    therefore uses a file lock until its first response from the server, and again after the server
-    has failed. With the lock, all processes of the user on this machine send one request at a time.
-    A server also gets slower with each session, so all episodes with the same goal use the same
-    session.
+    Load. A server loads its catalogue at the first request, and once more for each request that
+    arrives before the catalogue is loaded. A process therefore holds a file lock until its first
+    response, and again after the server has failed. All processes of the user on this machine then
+    send one request at a time. A server also gets slower with each session, so all episodes with
+    the same goal use the same session.
 
     Errors. Every response must be a WebShop page at the address that the user gave. Otherwise the
-    client raises EnvError. There is one exception. The server cannot route an option with a slash
-    in its name or value, and responds with the status 404. In this case the page does not change,
-    and the episode continues.
+    client raises EnvError. There is one exception. The server cannot route an option with a slash,
+    and responds with the status 404. The page then does not change, and the episode continues.
 
     Safety. Only the search form sends text that the model wrote.
+
+    Args:
+        webshop_url: The address of the server.
+        view: "full" or "short".
+        split_file: The folder with ETO's or IPR's task lists, or None for the splits of RULE.
     """
     test_splits = ("test",)
     task_of = int
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None):
-        """
-        Args:
-            webshop_url: The address of the server.
-            view: "full" or "short".
-            split_file: The value of --split-file: the path of the folder with ETO's or IPR's task
-                lists, or None for the splits of RULE.
-        """
         super().__init__(view)
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
@@ -74,7 +67,7 @@ class WebShopServer(Shop):
         self._client = Client(webshop_url.rstrip("/"))
 
     def start(self, goal: int) -> str:
-        return show(self, self._client.begin(goal), first=True)
+        return self.show(self._client.begin(goal), first=True)
 
     def close(self):
         self._client.close()
@@ -82,12 +75,9 @@ class WebShopServer(Shop):
     def follow(self, link, query: str = "") -> Page:
         if link:
             return self._client.open(link, self.page)
-        # We make three changes to the query, because the server cannot handle some queries:
-        # - A slash is replaced with a space, because the server responds to it with the status 404.
-        # - If the query starts with <r>, <a>, <c> or <q>, the brackets are removed, because the
-        #   server interprets such a start as a command.
-        # - The query is cut to 1,000 characters, because it becomes part of a URL, and because
-        #   Lucene accepts at most 1,024 words.
+        # The server responds to a slash with the status 404, and takes <r>, <a>, <c> or <q> at the
+        # start of a query for a command. Lucene accepts at most 1,024 words, and the query becomes
+        # part of a URL.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self._client.form, self.page, {"search_query": query})
 
@@ -105,11 +95,9 @@ class Client:
     """An HTTP client for a WebShop server. The docstring of `WebShopServer` describes its rules."""
     timeout = 60.0         # timeout of a request in seconds
     load_timeout = 1200.0  # timeout of a request while the server may be loading its catalogue
-    # A dict {server URL: {goal: instruction}} of all goals that this process has read
+    # {server URL: {goal: instruction}} of all goals that this process has read
     instructions = defaultdict(dict)
-    # A dict from a server's URL to the clients that have received a response since the server last
-    # failed. These clients send requests in parallel. The others take a lock and send one by one.
-    ready = defaultdict(WeakSet)
+    ready = set()  # URLs of servers that have responded to this process since they last failed
 
     def __init__(self, url: str):
         self.url = url
@@ -123,15 +111,12 @@ class Client:
         """Begins an episode with a goal, and returns its first page."""
         self._goal = goal
         goals_read = self.instructions[self.url]
-        # Check if the server was restarted. A new goal has no earlier instruction to compare with,
-        # so we first read one of the earlier goals again.
         if goals_read and goal not in goals_read:
             self._read([*goals_read][goal % len(goals_read)])
         return self._read(goal)
 
     def _read(self, goal: int) -> Page:
-        """Requests the first page of a goal, and returns the page. Raises UsageError if the
-        instruction differs from the instruction that this process read before for the goal."""
+        """Requests the first page of a goal. Raises UsageError if its instruction has changed."""
         page = self.open(Link("GET", f"{self.url}/coevolve_fixed_{goal}"))
         before = self.instructions[self.url].setdefault(goal, self._instruction)
         if before != self._instruction:
@@ -141,18 +126,12 @@ class Client:
         return page
 
     def open(self, link: Link, before: Page | None = None, data: dict | None = None) -> Page:
-        """Follows a link and returns the page.
+        """Follows a link and returns the page, or `before` if the server cannot route an option.
 
         Args:
             link: The link.
             before: The page that contains the link, or None for the first request of an episode.
             data: The fields of a form to send, or None.
-
-        Returns:
-            The new page, or the old page if the link is an option that the server cannot route.
-
-        Raises:
-            EnvError: If there is no response, or if the response is not a WebShop page.
         """
         response = self._request(link, data)
         if response.status_code == 404 and link.has_slash:
@@ -161,7 +140,7 @@ class Client:
             self._fail("HTTP 500, as for a goal that is not in the server's catalogue; start the "
                        "server with all products, or choose fewer or other tasks")
         page = self._read_html(response)
-        self.ready[self.url].add(self)
+        self.ready.add(self.url)
         if page.reward is not None:
             self._read(self._goal)
             return Page("done", DONE, {}, reward=page.reward)
@@ -200,11 +179,10 @@ class Client:
         return page
 
     def _request(self, link: Link, data: dict | None) -> requests.Response:
-        """Sends a request, follows redirects, and returns the response. Raises EnvError if the
-        server does not respond within the timeout."""
-        ready = self.ready[self.url]
-        timeout = self.timeout if self in ready else self.load_timeout
-        with nullcontext() if self in ready else self._lock():
+        """Sends a request, follows redirects, and returns the response."""
+        is_ready = self.url in self.ready
+        timeout = self.timeout if is_ready else self.load_timeout
+        with nullcontext() if is_ready else self._lock():
             try:
                 return self._http.request(link.method, link.address, data=data,
                                           timeout=(min(10.0, timeout), timeout))
@@ -212,13 +190,11 @@ class Client:
                 self._fail(f"a link leads to another host, or outside {self.url}/, and is not "
                            f"followed ({str(error)[-200:]}); {CHECK}")
             except (requests.RequestException, ValueError) as error:
-                ready.clear()  # if the server is restarted, it has to load its catalogue again
+                self.ready.discard(self.url)  # a restarted server has to load its catalogue again
                 self._fail(f"{type(error).__name__}; check that the server runs, and that it has "
                            "loaded its catalogue")
 
     def _lock(self):
-        """Returns the file lock of this server. All processes of the user on this machine share the
-        lock, so only one process at a time sends a request with the lock."""
         name = f"webshop-{os.getuid()}-{urlsplit(self.url).netloc.replace(':', '-')}"
         return FileLock(Path(tempfile.gettempdir(), name))
 
@@ -227,7 +203,6 @@ class Client:
 
     def close(self):
         self._http.close()
-        self.ready[self.url].discard(self)
 
 
 @dataclass
@@ -242,10 +217,7 @@ class ServerPage:
 
 
 def read_page(html: str, url: str) -> ServerPage:
-    """Reads a page as WebShop's own text environment does.
-
-    Raises ValueError if an address or the reward is not valid.
-    """
+    """Reads a page as WebShop's own text environment does, or raises ValueError."""
     soup = BeautifulSoup(html, "html.parser")
 
     def address(tag, name: str) -> str:
@@ -267,7 +239,6 @@ def read_page(html: str, url: str) -> ServerPage:
         value = tag.get("value", "")
         has_slash = "/" in value or "/" in tag.get("name", "")
         options[value] = Link("GET", address(tag, "data-url"), has_slash=has_slash)
-    # If an option has the same text as a button or product, leave out the option.
     links = links | {value: link for value, link in options.items() if value not in links}
 
     pieces = visible_texts(soup)
@@ -275,8 +246,7 @@ def read_page(html: str, url: str) -> ServerPage:
     for piece, next_piece in zip(pieces, [*pieces[1:], ""]):
         before, label, text = piece.partition("Instruction:")
         if label and not before:
-            # The page usually shows the instruction in the piece after "Instruction:". The sub-page
-            # "Attributes" shows both in the same piece.
+            # Only the sub-page "Attributes" shows the label and the instruction in the same piece.
             instruction = text.strip() or next_piece
             break
     search = soup.find(attrs={"name": "search_query"})
@@ -286,8 +256,7 @@ def read_page(html: str, url: str) -> ServerPage:
 
 
 def visible_texts(tag) -> list[str]:
-    """Returns the visible texts in a tag. A text that consists of whitespace is left out if it
-    contains a newline."""
+    """Returns the visible texts in a tag, without whitespace that contains a newline."""
     texts = []
     for text in tag.find_all(string=True):
         is_text = type(text) is NavigableString and not text.find_parent(["head", "title"])

@@ -1,13 +1,6 @@
-"""The built-in WebShop. An agent searches for a product that fits an instruction, and buys the
-product.
+"""The built-in WebShop. An agent searches for a product that fits an instruction, and buys it.
 
-This file contains, from top to bottom:
-
-    Page            a page of the shop
-    Shop            the rules for both the built-in WebShop and a real server
-    WebShop         the built-in WebShop and its pages
-    BM25            the search engine
-    webshop_reward  WebShop's reward
+The class `WebShop` defines the pages. Below it are the search engine, BM25, and WebShop's reward.
 """
 
 import math
@@ -16,127 +9,16 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
-from importlib import import_module
 
 from environments import numbered, words_of
 from environments.webshop import catalogue
-from envs import Environment, Step
-
-PROMPT = """\
-You are shopping on a web shop. Find and buy a product that fits the instruction: its kind, its \
-attributes, its options and its price.
-
-Each turn you read the current page. Its parts are separated by [SEP]. Answer with a thought and \
-one action:
-Thought: why you do it
-Action: the action
-
-There are two actions:
-search[words] - look for products; only on the search page
-click[text] - press a button, open a product by its number, or choose an option; the text must \
-be on the page
-
-Choose the wanted options before click[Buy Now], which ends the episode. You have 10 turns. \
-An action that the page does not offer does nothing and uses up a turn."""
-
-DONE = ["Thank you for shopping with us!", "Your code:"]
-
-
-@dataclass(frozen=True)
-class Page:
-    """A page of the built-in WebShop or of a real server."""
-    kind: str            # search | results | item | sub-page | done
-    pieces: list[str]    # the visible texts
-    links: dict          # {text of a button, product or option in lower case: target of the link}
-    item: object = None  # product of an item page, sub-page or purchase; unused on other pages
-    reward: float = 0.0  # reward of the purchase if `kind` is "done", otherwise 0
-    options: tuple = ()  # chosen options as (name, value); always empty with a real server
-
-
-class Shop(Environment):
-    """The base class of the built-in WebShop and of a real server. It defines their common rules.
-
-    Texts and rules are the same as in WebShop's official text environment, with two exceptions.
-    First, a search is only valid on the search page. Second, the page after a purchase ends at
-    "Your code:", because the rest of the official page shows the goal and the reward.
-
-    The short view is for a very small model. Results pages, item pages and sub-pages omit the
-    instruction and "Back to Search" in this view. The agent can still click "Back to Search". If
-    the episode has shown the same page before, the short view shows only the first piece of the
-    page and "(seen)".
-
-    A subclass defines the method follow(link, query). This method follows a link and returns the
-    new `Page`. If the link is None, the method runs a search with the query, and returns the
-    results page.
-    """
-    name = "webshop"
-    rules = PROMPT
-    max_turns = 10
-    searches_everywhere = False  # True if a search is valid on every page, as in ETO's code
-
-    def step(self, reply: str) -> Step:
-        """Executes a search or a click. If the current page does not offer the action, the page
-        does not change."""
-        name, argument = name_and_argument(self.action(reply))
-        page = self.page
-        if name == "search" and (page.kind == "search" or self.searches_everywhere):
-            page = self.follow(None, argument)
-        elif name == "click" and argument in page.links:
-            page = self.follow(page.links[argument])
-        idle = page == self.page
-        return Step(show(self, page), page.reward, page.kind == "done", idle=idle)
-
-    def possible(self) -> tuple[list[str], str]:
-        clicks = [f"click[{text}]" for text in self.page.links]
-        forms = "search[words]" if self.page.kind == "search" else ""
-        return clicks, forms
-
-
-def name_and_argument(action: str) -> tuple[str, str]:
-    r"""Returns the name of an action, and its argument in lower case.
-
-    For example, the action "search[Red mug] now" gives ("search", "red mug"). A text that is not an
-    action gives ("", ""). The result is the same as with WebShop's regular expression
-    `(.+)\[(.+)\]`. We do not use this expression, because it takes quadratic time. Instead, the
-    function searches in the first line of the text. The argument ends at the last "]". The argument
-    starts at the last "[" for which the argument is not empty.
-    """
-    line = action.partition("\n")[0]
-    end = line.rfind("]")
-    start = line.rfind("[", 1, max(end - 1, 0))
-    return (line[:start], line[start + 1:end].lower()) if start > 0 else ("", "")
-
-
-def show(shop: Shop, page: Page, first: bool = False) -> str:
-    """Makes a page the current page of the environment, and returns the page's text.
-
-    Args:
-        shop: The environment. `shop.view` determines if the text is in the full or the short view.
-        page: The new page.
-        first: True if the page is the first one of an episode.
-    """
-    shop.page = page
-    if first:
-        shop.shown_before = set()  # the pages that the short view has shown in this episode
-    if shop.view == "full":
-        return " [SEP] ".join(page.pieces)
-
-    # The first three pieces are "Instruction:", the instruction and "Back to Search".
-    pieces = page.pieces
-    if page.kind not in ("search", "done"):
-        pieces = pieces[3:]
-    text = " | ".join(pieces)
-    key = page.kind, page.item, text
-    if key in shop.shown_before:
-        return f"{pieces[0]} (seen)"
-    shop.shown_before.add(key)
-    return text
+from environments.webshop.pages import DONE, Page, Shop
+from environments.webshop.tasks import TaskGenerator
 
 
 @dataclass(frozen=True)
 class Place:
-    """The navigation state of an episode. The state determines the page completely, like a URL of
-    WebShop."""
+    """The navigation state of an episode. It determines the page, like a URL of WebShop."""
     kind: str = "search"  # kind of the page, with the same values as `Page.kind`
     query: str = ""
     number: int = 1       # number of the results page, starting at 1
@@ -146,11 +28,10 @@ class Place:
 
 
 class WebShop(Shop):
-    """The built-in WebShop. It has the same pages, actions and reward as a WebShop server that was
-    started with --attrs. The catalogue is generated.
+    """The built-in WebShop, with a generated catalogue.
 
-    The value of a task is a goal, a dict with "instruction" and the fields that `webshop_reward`
-    needs.
+    It has the same pages, actions and reward as a WebShop server that was started with --attrs. The
+    value of a task is a goal, see `catalogue.ShopData`.
     """
     test_splits = ("test", "unseen")
     max_results = 50
@@ -164,10 +45,10 @@ class WebShop(Shop):
 
     def start(self, goal: dict) -> str:
         self.goal = goal
-        return show(self, self.follow(Place()), first=True)
+        return self.show(self.follow(Place()), first=True)
 
     def task_generator(self):
-        return import_module("environments.webshop.tasks").TaskGenerator(self)
+        return TaskGenerator(self)
 
     def expert(self):
         return catalogue.shop_expert(thoughts=self.view == "full")
@@ -199,7 +80,6 @@ class WebShop(Shop):
 
 def add_results(shop: WebShop, place: Place, pieces: list[str],
                 links: dict[str, Place]) -> None:
-    """Adds the texts and links of a results page to `pieces` and `links`."""
     hits = shop.search(place.query)[:shop.max_results]
     pieces.append(f"Page {place.number} (Total results: {len(hits)})")
     if place.number > 1:
@@ -212,14 +92,11 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
     first = (place.number - 1) * shop.page_size
     for item in hits[first:first + shop.page_size]:
         product = shop.data.products[item]
-        asin = product["asin"]
-        price = float(product["price"])
-        pieces += [asin, product["Title"], f"${price}"]
-        links[asin.lower()] = replace(place, kind="item", item=item)
+        pieces += [product["asin"], product["Title"], f"${product['price']}"]
+        links[product["asin"].lower()] = replace(place, kind="item", item=item)
 
 
 def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
-    """Adds the texts and links of an item page to `pieces` and `links`."""
     pieces.append("< Prev")
     # As in WebShop, a click on "< Prev" discards the chosen options.
     links["< prev"] = replace(place, kind="results", item=-1, options=())
@@ -227,16 +104,13 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
         links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
     links["buy now"] = replace(place, kind="done")
 
-    # The key of a link contains only the value of an option, not the option's name. If two options
-    # have the same value, a click therefore chooses the value for the last of these options, as in
-    # WebShop.
+    # If two options have the same value, a click chooses it for the last of them, as in WebShop.
     for name, values in product["options"].items():
         pieces += [name, *values]
         for value in values:
             options = dict(place.options) | {name: value}
             links[value] = replace(place, options=tuple(options.items()))
-    price = float(product["price"])
-    pieces += [product["Title"], f"Price: ${price}", "Rating: N.A."]
+    pieces += [product["Title"], f"Price: ${product['price']}", "Rating: N.A."]
     pieces += [*sub_pages(product), "Buy Now"]
 
 
@@ -256,9 +130,7 @@ def sub_pages(product: dict) -> dict[str, list[str]]:
 def search_engine(data: catalogue.ShopData):
     """Returns the search engine, a function that takes a query and returns the indices of products.
 
-    The search engine searches the title, the description and the first bullet point of each
-    product. It does not search the options, so a query for a colour does not find the products in
-    this colour.
+    The options are not searched, so a query for a colour does not find the products in this colour.
     """
     texts = []
     for product in data.products:
@@ -320,10 +192,9 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
         r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
 
-    |A| is the number of attributes that the goal requests. n_att is the number of these attributes
-    that the product has. |O| is the number of options that the goal requests. n_opt is the number
-    of these options that the agent has chosen. r_price is 1 if the price is within the limit, and
-    otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller, see
+    n_att is the number of requested attributes A that the product has. n_opt is the number of
+    requested options O that the agent has chosen. r_price is 1 if the price is within the limit,
+    and otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller, see
     `type_reward`.
 
     Args:
@@ -333,9 +204,8 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
             a dict) and price_upper (the limit).
         options: The chosen options, a dict {name: value}.
         price: The price of the product with the chosen options.
-        nouns: A function that takes a product's name, and returns the words that determine the
-            product's type. By default, the function returns all alphabetic words. The official code
-            uses spaCy to find the nouns instead.
+        nouns: A function that returns the words of a name that determine the type. The default
+            returns all alphabetic words. The official code finds nouns with spaCy.
     """
     attributes = goal["attributes"]
     n_att = sum(has_attribute(product, attribute) for attribute in attributes)
@@ -353,8 +223,7 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
 
 def type_reward(product: dict, goal: dict, nouns) -> float:
-    """Returns r_type, a factor of WebShop's reward, in [0, 1]. r_type is larger if the type of the
-    product fits the goal better."""
+    """Returns r_type, a factor of WebShop's reward, in [0, 1]."""
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
@@ -378,29 +247,17 @@ def alphabetic_words(name: str) -> list[str]:
 
 
 def has_attribute(product: dict, attribute: str) -> bool:
-    """Returns True if a product has an attribute.
-
-    The title, the bullet points or the description must contain the attribute. Otherwise, one of
-    the product's listed attributes must be similar to the attribute.
-    """
-    bullets = " ".join(product["BulletPoints"])
-    for text in (product["Title"], bullets, product["Description"]):
-        if attribute in text.lower():
-            return True
-    return is_among(attribute, product["Attributes"])
+    texts = [product["Title"], " ".join(product["BulletPoints"]), product["Description"]]
+    contains = any(attribute in text.lower() for text in texts)
+    return contains or is_among(attribute, product["Attributes"])
 
 
 def is_among(wanted: str, texts: list[str]) -> bool:
-    """Returns True if one of the texts is similar to `wanted`."""
     return any(token_set_ratio(text, wanted) > 85 for text in texts)
 
 
 def normalise_colour(option):
-    """Simplifies the name of a colour: "rose gold" becomes "gold".
-
-    Returns the first item of COLOURS that the option contains. If the option contains no item of
-    COLOURS, returns the option unchanged.
-    """
+    """Simplifies the name of a colour: "rose gold" becomes "gold". Other options do not change."""
     for colour in COLOURS:
         if colour in option:
             return colour
@@ -412,10 +269,8 @@ def token_set_ratio(a: str, b: str) -> int:
     """Returns the similarity of two texts, from 0 to 100. The order of the words has no effect.
 
     The function gives the same results as token_set_ratio in thefuzz 0.19, the version that WebShop
-    uses. Each text is converted to its distinct words, and the words that both texts share are
-    placed first. The result is the largest of three ratios, which are computed with difflib: the
-    similarity of the shared words and the first text, of the shared words and the second text, and
-    of the two texts.
+    uses. The result is the largest of three ratios of difflib, between the shared words, the first
+    text and the second text. The distinct words of each text are sorted, with shared words first.
     """
     words_a = plain_words(a)
     words_b = plain_words(b)
@@ -436,10 +291,7 @@ def token_set_ratio(a: str, b: str) -> int:
 
 
 def plain_words(text: str) -> set[str]:
-    """Returns the set of words in a text, in lower case.
-
-    As in thefuzz, the characters with codes 128 to 255 are removed first. Then the text is split at
-    every character except letters, digits and underscores.
-    """
+    """Returns the set of words in a text, in lower case, without characters 128 to 255 as in
+    thefuzz."""
     text = re.sub("[\x80-\xff]", "", text)
     return {*re.sub(r"\W", " ", text).lower().split()}

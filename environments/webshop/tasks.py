@@ -1,8 +1,7 @@
 """Makes new goals for the built-in WebShop from the purchases of agents.
 
-A new goal requests the product and the options that an agent bought in an episode. The purchase may
-not meet the goal of the episode, but it meets the new goal. The actions of the episode are
-therefore a solution of the new goal.
+A new goal requests the product and the options that an agent bought in an episode. The actions of
+the episode are therefore a solution of the new goal.
 """
 
 import random
@@ -10,20 +9,18 @@ import re
 
 from environments import with_pairs, words_of
 from environments.webshop.catalogue import draw_limit, goal_for, goal_key, instruction_of, meets
-from environments.webshop.shop import Page, name_and_argument
+from environments.webshop.pages import Page, name_and_argument
 
-# If more products than this number meet a new goal, the goal is rejected as too vague [ours].
-MAX_FITTING = 4
+MAX_FITTING = 4  # a new goal that more products meet is rejected as too vague [ours]
 
 
 class TaskGenerator:
     """Makes new goals from episodes or from an explorer model's proposals, and checks the goals."""
-    # This text is part of an explorer model's prompt. It explains what a task is.
+    # Description of a task in the prompt of an explorer model
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
             "the limit as: lower than 50.00 dollars. Its actions end with the purchase.")
-    # This text lists the actions. It is part of an explorer model's prompt if the prompt does not
-    # have the rules of the environment.
+    # List of the actions in the prompt of an explorer model without the rules of the environment
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
@@ -47,18 +44,12 @@ class TaskGenerator:
     # ------------------------------------------------------------------ proposals from episodes
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the patterns of behaviour in an episode. These are the kinds of the executed
-        actions, and all pairs of consecutive kinds."""
+        """Returns the kinds of the executed actions, and all pairs of consecutive kinds."""
         executed = self._execute(self.shop.find(task), replies)
         return with_pairs([kind for _, kind in executed])
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Makes a proposal from an episode that ends with a purchase.
-
-        Returns:
-            A list with one proposal {text, task, solution}. The list is empty if the episode does
-            not end with a purchase.
-        """
+        """Returns [{text, task, solution}] if an episode ends with a purchase, and otherwise []."""
         purchase = self._purchase(task, replies)
         if purchase is None:
             return []
@@ -71,11 +62,10 @@ class TaskGenerator:
     def written(self, task: str, proposal: dict) -> dict | None:
         """Converts a proposal of an explorer model to {text, task, solution}.
 
-        The proposal consists of a text and of actions that end with a purchase. The method returns
-        None unless the text and the purchase satisfy the following conditions:
+        Returns None unless the actions end with a purchase, and the following conditions hold:
 
         - The text contains the type of the product, and at least one attribute.
-        - The text contains exactly one price limit. The limit is above the price of the product.
+        - The text contains exactly one price limit, which is above the price of the product.
         - The product has all attributes that the text mentions.
         - The actions choose all options that the text mentions.
         """
@@ -98,11 +88,10 @@ class TaskGenerator:
         return dict(text=text, task=goal, solution=proposal["action_sequence"])
 
     def _purchase(self, task: str, replies: list[str]) -> tuple[dict, list[str], list[str]] | None:
-        """Replays an episode.
+        """Replays an episode, and returns None if it does not end with a purchase.
 
-        Returns:
-            The purchased product, the chosen options with the colour first, and the replies whose
-            action changed the page. None if the episode does not end with a purchase.
+        Otherwise returns the product, the chosen options with the colour first, and the replies
+        that changed the page.
         """
         executed = self._execute(self.shop.find(task), replies)
         page = self.shop.page
@@ -115,12 +104,11 @@ class TaskGenerator:
     # ------------------------------------------------------------------ checks of proposals
 
     def key(self, goal: dict) -> tuple:
-        """Returns a key for comparing goals. If two goals have the same key, every purchase has the
-        same reward for both goals.
+        """Returns a key. For two goals with the same key, every purchase of their type earns the
+        same.
 
         Instead of the price limit, the key contains the number of products of the goal's type that
-        are within the limit. Two price limits therefore give the same key if no product has a price
-        between them.
+        are within the limit.
         """
         within_limit = 0
         for product in self.products:
@@ -129,7 +117,7 @@ class TaskGenerator:
         return *goal_key(goal), within_limit
 
     def refusal(self, goal: dict) -> str | None:
-        """Returns the reason why a goal cannot become a new task, or None if it can."""
+        """Returns the reason why a goal cannot become a new task, or None."""
         if (self.key(goal) in self.training_keys or goal_key(goal) in self.evaluated
                 or words_of(goal["instruction"]) in self.instructions):
             return "a goal of a split"
@@ -146,14 +134,7 @@ class TaskGenerator:
         return None
 
     def verify(self, proposal: dict) -> str | None:
-        """Plays an episode with the new goal and the actions of the proposal's solution.
-
-        One episode is enough, because an episode of the built-in WebShop does not depend on earlier
-        episodes.
-
-        Returns:
-            None if the solution solves the goal, and otherwise the reason why it does not.
-        """
+        """Plays the solution, and returns None if it solves the goal, and otherwise the reason."""
         solution = proposal["solution"]
         if len(solution) > self.shop.max_turns:
             return "its solution is longer than an episode"
@@ -164,18 +145,12 @@ class TaskGenerator:
         return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _execute(self, goal: dict, replies: list[str]) -> list[tuple[str, str]]:
-        """Plays an episode with the given goal and replies.
-
-        Returns:
-            A list of (reply, kind of its action, see `kind_of`) for the replies that changed the
-            page.
+        """Plays an episode, and returns (reply, kind of its action) for all that changed the page.
         """
         self.shop.start(goal)
         executed = []
         for reply in replies:
             before = self.shop.page
-            if before.kind == "done":
-                break
             self.shop.step(reply)
             after = self.shop.page
             if after is not before:
@@ -185,15 +160,7 @@ class TaskGenerator:
 
 
 def kind_of(argument: str, goal: dict, before: Page, after: Page) -> str:
-    """Returns the kind of an action. For example, "open number 2" is a click on the second product
-    of a results page.
-
-    Args:
-        argument: The text between the brackets of the action.
-        goal: The goal of the episode.
-        before: The page before the action.
-        after: The page after the action.
-    """
+    """Returns the kind of an action with this argument, such as "open number 2"."""
     if after.kind == "done":
         wanted = {*goal["goal_options"]}
         return "buy as asked" if wanted <= {value for _, value in after.options} else (
@@ -212,12 +179,9 @@ def kind_of(argument: str, goal: dict, before: Page, after: Page) -> str:
 
 
 def phrases_in(text: str, phrases) -> tuple[list[str], str]:
-    """Finds phrases in a text.
+    """Returns the phrases that a text contains, and the text without these phrases.
 
-    If two phrases overlap in the text, the function finds only the longer phrase.
-
-    Returns:
-        The phrases that the text contains, and the text without these phrases.
+    If two phrases overlap in the text, only the longer phrase is returned.
     """
     text = re.sub(r"[^a-z0-9|]+", " ", f" {text.lower()} ")
     contained = []
@@ -227,8 +191,3 @@ def phrases_in(text: str, phrases) -> tuple[list[str], str]:
             contained.append(phrase)
             text = text.replace(words, " | ")
     return contained, text
-
-
-def squeezed(text: str) -> str:
-    """Removes all characters of a text that are not letters or digits."""
-    return re.sub(r"[\W_]+", "", text)

@@ -121,10 +121,8 @@ class Endpoint:
         raise Refused(f"{problem} (attempt {TRIES})")
 
     def request(self, messages: list[dict]) -> tuple[str, dict]:
-        """Sends a request without retries, and returns the reply and its usage.
-
-        Until the first answer, a request with a status in OF_THE_BODY is sent with each body.
-        """
+        """Sends a request without retries, and returns the reply and its usage. Until the first
+        answer, a request with a status in OF_THE_BODY is sent with each body."""
         problems = []
         for body in self.bodies:
             response = self.post(body | dict(messages=messages))
@@ -168,11 +166,8 @@ class Endpoint:
         self.bodies = [body]
 
     def read(self, response: dict, body: dict) -> tuple[str, dict]:
-        """Extracts the reply and the usage from the response to a request with this body.
-
-        If there is no usable choice, an exception in FAULTS is raised. The caller then repeats the
-        request.
-        """
+        """Extracts the reply and the usage from the response to a request with this body. Raises an
+        exception in FAULTS if there is no usable choice."""
         choice = response["choices"][0]
         message = choice["message"]
         finish = str(choice.get("finish_reason") or "stop").lower()
@@ -201,8 +196,7 @@ class Endpoint:
             completion_tokens=completion)
 
     def in_one_line(self, problem: str) -> str:
-        """Formats a problem as one line of text. The API key is masked, and hints at common causes
-        are added, such as a missing /v1 in the address."""
+        """Formats a problem as one line, without the API key, and with hints at common causes."""
         line = f"{self.url}: {self.without_key(' '.join(problem.split()))}"
         if problem.startswith("status 404") and "/v1/" not in self.url:
             line += " (most addresses end in /v1)"
@@ -215,8 +209,8 @@ class Endpoint:
 
 
 def wait_of(response) -> float:
-    """Returns the seconds to wait according to the Retry-After header, at most MAX_WAIT. Returns 0
-    if the header is absent or malformed."""
+    """Returns the seconds to wait according to the Retry-After header, at most MAX_WAIT, or 0 if
+    the header is absent or malformed."""
     try:
         return min(Retry().get_retry_after(response) or 0.0, MAX_WAIT)
     except (HTTPError, ValueError, OverflowError):
@@ -258,11 +252,8 @@ OPENING = re.compile(rf"""(?:
 
 
 def contents(message: dict) -> tuple[str, bool]:
-    """Returns the text of a message, and True if another of its fields or parts has reasoning.
-
-    The content of a message is a text or a list of parts. A lone surrogate becomes the replacement
-    character.
-    """
+    """Returns the text of a message, and True if another of its fields or parts has reasoning. A
+    lone surrogate in the text becomes the replacement character."""
     content = message.get("content") or ""
     fields = [value for name, value in message.items() if name not in ("role", "content")]
     reasons = any(isinstance(value, str) and value for value in fields)
@@ -276,12 +267,9 @@ def contents(message: dict) -> tuple[str, bool]:
 def reply_in(text: str) -> tuple[str, bool]:
     """Extracts the reply from a text that may contain reasoning and control tokens.
 
-    The text up to the last tag that closes reasoning is not part of the reply. If reasoning is
-    opened and not closed, there is no reply. Control tokens before the reply are skipped, and the
-    first one after it is its end.
-
-    Returns:
-        The reply, and True if the text has reasoning.
+    The reply starts after the last tag that closes reasoning. If reasoning is opened and not
+    closed, there is no reply. Control tokens before the reply are skipped, and the first one after
+    it is its end. Returns the reply, and True if the text has reasoning.
     """
     tags = [*TAG.finditer(text)]
     if tags and not tags[-1]["closes"]:

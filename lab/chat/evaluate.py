@@ -44,7 +44,6 @@ SLOTS = 16  # concurrent requests, unless --slots is given [ours]
 
 
 def evaluations(run: Run) -> None:
-    """Evaluates the model given by --model on all splits that the run evaluates."""
     for split in run.splits:
         run.once(f"eval-0-target-{split}.jsonl", evaluate, run.base, name="target", i=0,
                  split=split)
@@ -59,10 +58,8 @@ def evaluate(
 ) -> tuple[list[Trajectory], dict]:
     """Evaluates an agent on the tasks of a split, with --rollouts episodes per task.
 
-    Returns:
-        The trajectories, and metrics averaged over all episodes. With --method chat, the API usage
-        is included. With several rollouts, `best` and `best_success` are the reward and the success
-        rate of each task's best rollout, averaged over tasks.
+    Returns the trajectories, and metrics averaged over all episodes. With several rollouts, `best`
+    and `best_success` are averages over the best rollouts of tasks.
     """
     s = run.settings
     episodes = []
@@ -206,16 +203,15 @@ class Paid:
         return cut
 
     def prompt_tokens(self, what: tuple, messages: list[dict]) -> int:
-        """Returns the length of a request in tokens. For the messages of the conversation's last
-        request, this is the number that the endpoint reported. For the others, and without this
-        number, it is an estimate."""
+        """Returns the length of a request in tokens. The endpoint has reported the number for the
+        messages of the conversation's last request. For the others, it is an estimate."""
         count, row = self.last.get(what, (0, {}))
         counted = row.get("prompt_tokens", 0)
         new = messages[count if counted else 0:]
         return counted + sum(-(-len(m["content"].encode()) // BYTES_PER_TOKEN) for m in new)
 
     def notice(self, name: str, message: str) -> None:
-        """Counts an event by its name. The message is printed only for the first event."""
+        """Counts an event by its name, and prints the message of the first one."""
         with self.lock:
             self.noticed[name] += 1
             if self.noticed[name] == 1:
@@ -262,8 +258,8 @@ class Paid:
             self.side_by_side(works)
 
     def side_by_side(self, works: list[Callable]) -> list:
-        """Calls functions concurrently in `slots` threads, and returns their results in order. If
-        one of them raises an error, no further request is sent."""
+        """Calls functions in `slots` threads, and returns their results in order. If one of them
+        raises an error, no further request is sent."""
         threads = ThreadPoolExecutor(self.slots)
         try:
             results = [threads.submit(work) for work in works]
@@ -350,12 +346,10 @@ def stop_if_all(refused: list, conversations: list) -> None:
 
 
 def examples(run: Run) -> list[dict]:
-    """Returns the messages of the few-shot examples. The setting --examples is their number.
-
-    The examples are the first successful expert trajectories of tasks that the run does not
-    evaluate. Only the first example contains the environment's rules. With --protocol eto there
-    are no examples, because the opening messages of this protocol already have some.
-    """
+    """Returns the messages of the few-shot examples, whose number is --examples: the first
+    successful expert trajectories of tasks that the run does not evaluate. Only the first one
+    contains the environment's rules. With --protocol eto, the opening messages already have
+    examples."""
     env = run.env
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:

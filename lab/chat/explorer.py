@@ -70,8 +70,7 @@ PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: Rows, signals: Rows) -> Rows:
-    """Explores and proposes new tasks, with the agent or with an endpoint as the explorer. Returns
-    the proposed tasks, which have not been verified yet, as `evolve.find_tasks` does."""
+    """Returns proposed tasks like `evolve.find_tasks`, from the agent or from an endpoint."""
     if run.settings.explorer == "policy":
         return evolve.find_tasks(run, i, agent, task_set, signals)
     contexts = []
@@ -86,11 +85,9 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: Rows, signals: Rows) -> 
 
 @by_one_rank
 def reflect(run: Run, signals: Rows, i: int) -> tuple[Rows, dict]:
-    """Asks the endpoint to interpret each chosen signal, and writes the interpretations.
-
-    A request contains the signal and the conversations in which it was found. If a reply cannot be
-    parsed, our own description of the signal is written instead (see `weakness`).
-    """
+    """Returns the endpoint's interpretation of each chosen signal. A request contains the signal
+    and the conversations in which it was found. If a reply cannot be parsed, our own description of
+    the signal takes its place (see `weakness`)."""
     picks = evolve.picks_of(signals)
     prompts = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
     replies, usage = ask_all(run, prompts)
@@ -106,12 +103,8 @@ def reflect(run: Run, signals: Rows, i: int) -> tuple[Rows, dict]:
 @by_one_rank
 def explore_there(run: Run, task_set: Rows, signals: Rows, contexts: Rows,
                   i: int) -> tuple[list[evolve.Explored], dict]:
-    """Plays the episodes of `evolve.begin_exploring` with the replies of the endpoint, and writes
-    them. Episodes in which the endpoint refuses a request are dropped.
-
-    The prompt includes the interpretation of a task's signal as a hint at what to explore. A task
-    without an interpretation is explored without a hint.
-    """
+    """Plays the episodes of `evolve.begin_exploring` with the replies of the endpoint. Episodes in
+    which the endpoint refuses a request are dropped."""
     paid = endpoint_of(run)
     hints = {row["task"]: json.dumps(row["context"]) for row in contexts}
     form = ""
@@ -138,13 +131,9 @@ def explore_there(run: Run, task_set: Rows, signals: Rows, contexts: Rows,
 @by_one_rank
 def write_tasks(run: Run, task_set: Rows, explored: list[evolve.Explored],
                 i: int) -> tuple[Rows, dict]:
-    """Requests proposals for new tasks from the endpoint, and writes the proposals. Each request
-    quotes one explored episode.
-
-    The proposals are written in a random order of the episodes. A row is {signal, source, text,
-    task, solution}. The task of a malformed proposal is None. A malformed proposal is counted, but
-    never repaired.
-    """
+    """Returns the endpoint's proposals for new tasks, {signal, source, text, task, solution}, in a
+    random order of the episodes. Each request quotes one explored episode. The task of a malformed
+    proposal is None. Proposals are never repaired."""
     generator = env_with(run, task_set).task_generator()
     known = "\n".join(row["text"] for row in task_set if "text" in row)[-LONGEST:] or "(none yet)"
     prompt = partial(ABSTRACT.format, form=generator.form, known=known)
@@ -206,8 +195,8 @@ def evidence(pick: dict) -> str:
 
 
 def told(messages: list[dict], size: int) -> str:
-    """Returns a conversation as text, shortened to `size` characters. The text has the end of the
-    first message and the end of the later messages."""
+    """Returns a conversation as text of at most `size` characters: the end of its first message,
+    and the end of the later ones."""
     opening, *rest = messages
     first = f"user: {opening['content'][-OPENING:]}"
     later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
@@ -217,10 +206,9 @@ def told(messages: list[dict], size: int) -> str:
 def objects(reply: str) -> list[dict | None]:
     """Parses the JSON objects in a reply. A malformed or truncated object is returned as None.
 
-    After a malformed object, the search continues at the next object whose start looks like a
-    proposal. Objects before it are skipped, because they are parts of the malformed object.
-
-    Returns [] for an empty JSON list, and [None] for any other reply without objects.
+    After a malformed object, the search continues at the next start of a proposal, because other
+    objects are parts of the malformed one. Returns [] for an empty JSON list, and [None] for any
+    other reply without objects.
     """
     reply = reply[:LONGEST_REPLY]
     values = []
@@ -239,8 +227,8 @@ def objects(reply: str) -> list[dict | None]:
 
 
 def written(generator, task: str, value: dict) -> dict:
-    """Converts a JSON object into a proposal {text, task, solution}. The task is None if the object
-    is malformed."""
+    """Converts a JSON object into {text, task, solution}. The task is None if the object is
+    malformed."""
     query = value.get("query")
     actions = value.get("action_sequence")
     is_text = isinstance(query, str) and query.strip() and len(query) <= evolve.LONGEST_TEXT

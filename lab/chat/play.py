@@ -9,6 +9,7 @@ import itertools
 import math
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,47 +31,33 @@ from lab.runfiles import command, config_of, phases_of, way_of
 
 
 class Encoder(chat.Encoder):
-    """The encoder (tokenizer and chat template) of the model in a folder. A reply that the person
-    typed is used unchanged, even if the agent's tokens cannot express it exactly."""
-
-    def __init__(self, folder: Path):
-        vocab_size = models.read_config(folder).get_text_config().vocab_size
-        super().__init__(models.read_tokenizer(folder), vocab_size)
-        self.typed = ""  # the person's reply in this turn, or "" for the agent's reply
+    """An encoder that uses a reply that the person typed unchanged, even if the agent's tokens
+    cannot express it exactly."""
+    typed = ""  # the person's reply in this turn, or "" for the agent's reply
 
     def close(self, ids, stops):
         return (ids, [], self.typed) if self.typed else super().close(ids, stops)
 
 
-class Agent:
-    """A trained agent that proposes replies, with the settings of its run.
-
-    Args:
-        folder: The agent's folder.
-        config: The content of the run's config.json.
-        encoder: The encoder of its model.
-        stops: The stop strings of the environment.
-    """
-
-    def __init__(self, folder: Path, config: dict, encoder: Encoder, stops: tuple[str, ...]):
-        s = SimpleNamespace(**config["settings"])
-        machine = Machine(s)
-        dtype = torch.bfloat16 if machine.bf16 else torch.float32
-        model = models.read_model(folder, dtype, machine.device).eval()
-        self.encoder = encoder
-        self.stops = stops
-        draw = TokenSampler(encoder.sampler(0.0), encoder, stops)
-        self.answer = generation.make_generator(config["backends"]["replies"], model, draw, 1,
-                                                s.max_tokens, s.max_new_tokens, s.max_tokens)
+def proposer(folder: Path, config: dict, encoder: Encoder, stops: tuple[str, ...]) -> Callable:
+    """Returns a function that returns the token ids and the text of the agent's greedy reply in a
+    trajectory. `config` is the content of the run's config.json."""
+    s = SimpleNamespace(**config["settings"])
+    machine = Machine(s)
+    dtype = torch.bfloat16 if machine.bf16 else torch.float32
+    model = models.read_model(folder, dtype, machine.device).eval()
+    sampler = TokenSampler(encoder.sampler(0.0), encoder, stops)
+    generate = generation.make_generator(config["backends"]["replies"], model, sampler, 1,
+                                         s.max_tokens, s.max_new_tokens, s.max_tokens)
 
     @torch.inference_mode()
-    def propose(self, t: dpo.Trajectory) -> tuple[list[int], str]:
-        """Generates the agent's greedy reply in an unfinished episode. Returns its token ids and
-        its text."""
-        (ids, _), = self.answer([(t, random.Random())])
-        self.encoder.typed = ""
-        _, _, text = self.encoder.close(ids, self.stops)
+    def propose(t: dpo.Trajectory) -> tuple[list[int], str]:
+        (ids, _), = generate([(t, random.Random())])
+        encoder.typed = ""
+        _, _, text = encoder.close(ids, stops)
         return ids, text
+
+    return propose
 
 
 def say(text: str) -> None:
@@ -78,19 +65,10 @@ def say(text: str) -> None:
 
 
 def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
-         agent: Agent | None) -> str:
-    """Runs one episode. In each turn the person types a reply, or accepts the agent's proposal.
-
-    Args:
-        env: The environment.
-        encoder: The agent's encoder. Without an agent, the encoder of any model will do.
-        task: The task's id.
-        max_tokens: Maximum length of the episode in tokens.
-        agent: The agent that proposes replies, or None.
-
-    Returns:
-        A line to print, with the reason why the episode ended, its turns and its reward.
-    """
+         propose: Callable | None) -> str:
+    """Runs one episode of at most `max_tokens` tokens. In each turn the person types a reply, or
+    accepts the agent's proposal, if there is an agent. Returns a line to print, with the reason why
+    the episode ended, its turns and its reward."""
     t = dpo.Trajectory(task)
     shown = 0
     ids = []
@@ -103,10 +81,10 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
             # The next message is the person's own reply, so it does not have to be printed.
             shown = len(t.messages) + 1
             say(f"\n--- turn {t.turns + 1} of {env.max_turns}")
-            if agent:
-                ids, text = agent.propose(t)
+            if propose:
+                ids, text = propose(t)
                 say("The agent's reply; Enter accepts it:\n    " + text.replace("\n", "\n    "))
-            encoder.typed = typed(env, may_be_empty=agent is not None)
+            encoder.typed = typed(env, may_be_empty=propose is not None)
             ids = encoder.reply(encoder.typed) if encoder.typed else ids
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
@@ -118,8 +96,8 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
 
 
 def typed(env: Environment, may_be_empty: bool) -> str:
-    """Reads the person's reply from the terminal. The person types an action, the number of a
-    listed action, or nothing if `may_be_empty`. Raises EOFError if the person types q."""
+    """Returns the person's reply. The person types an action, the number of a listed action, or
+    nothing if `may_be_empty`. Raises EOFError if the person types q."""
     actions, forms = env.possible()
     numbered = {str(n): action for n, action in enumerate(actions, 1)}
     if numbered:
@@ -137,9 +115,8 @@ def typed(env: Environment, may_be_empty: bool) -> str:
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
-    """Finds the agent for --agent. The path is an agent's folder or a run's folder. In a run, the
-    last target agent that still exists is chosen. Returns the run's folder and the agent's
-    folder."""
+    """Returns the folders of the run and of the agent. `path` is an agent's folder, or a run's
+    folder, in which the last target agent that still exists is chosen."""
     run = run_of(path)
     agents = [path]
     if (path / "phases.json").exists():
@@ -155,7 +132,7 @@ def agent_of(path: Path) -> tuple[Path, Path]:
 
 def chosen(env: Environment, name: str) -> str:
     """Returns the id of the task to play. `name` is a task id, or a split from which a random task
-    is chosen. Raises UsageError if there is no such task or split."""
+    is chosen."""
     try:
         if "-" in name:
             env.find(name)
@@ -185,13 +162,13 @@ def main(argv: list[str]) -> None:
                        coevolve.Settings, coevolve.METHODS, environment)
     transformers.utils.logging.disable_progress_bar()
     env = make(s.env, s.view, **asdict(options))
-    with models.named("--agent"):
-        encoder = Encoder(folder)
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
         with models.named("--agent"):
-            agent = Agent(folder, config_of(run), encoder, env.stops) if run else None
-        say(play(env, encoder, task, s.max_tokens if run else math.inf, agent))
+            vocabulary_size = models.read_config(folder).get_text_config().vocab_size
+            encoder = Encoder(models.read_tokenizer(folder), vocabulary_size)
+            propose = proposer(folder, config_of(run), encoder, env.stops) if run else None
+        say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))
     finally:
         env.close()
 

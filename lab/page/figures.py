@@ -38,8 +38,8 @@ OF_PAIRS = dict(margin="Margin, nats", accuracy="Chosen above rejected")
 
 
 def figure(panels: int, width: float = 4.0, height: float = 3.6):
-    """Creates a figure with `panels` panels side by side. `width` and `height` are the size of one
-    panel, in inches. Returns the figure and the list of its panels (matplotlib axes)."""
+    """Returns a figure with `panels` panels side by side, and the list of its panels. `width` and
+    `height` are the size of a panel, in inches."""
     drawing = Figure((width * panels, height), layout="constrained")
     return drawing, drawing.subplots(1, panels, squeeze=False)[0]
 
@@ -60,20 +60,18 @@ def address(drawing: Figure) -> str:
 
 
 def curve(ax, x, y, **style) -> None:
-    """Draws a line through points, with a dot on each point."""
     ax.plot(x, y, marker="o", markersize=3.5, **style)
 
 
 def means(points: list[tuple]) -> np.ndarray:
-    """Averages consecutive points, if there are more than `POINTS`. Returns (2, n), x and y of at
-    most `POINTS` points."""
+    """Returns (2, n), x and y of at most `POINTS` means of consecutive points."""
     groups = np.array_split(np.array(points, dtype=float), min(len(points), POINTS))
     return np.array([group.mean(0) for group in groups]).T
 
 
 def shifted(points: list[tuple], n: int, count: int) -> list[tuple]:
-    """Shifts curve number n of `count` curves over iterations to the right. Points are (x, y, ...).
-    Otherwise, equal curves would hide each other."""
+    """Shifts curve number n of `count` curves to the right, because equal curves would hide each
+    other. Points are (x, y, ...)."""
     return [(x + n * min(0.1, 0.6 / count), *rest) for x, *rest in points]
 
 
@@ -89,7 +87,7 @@ def label(ax, title: str, x: str = "", y: str = "") -> None:
 
 
 def legend(drawing: Figure, ax) -> None:
-    """Writes a legend below all panels, with the curves of the panel `ax`."""
+    """Adds a legend below all panels, with the curves of the panel `ax`."""
     drawing.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
@@ -121,12 +119,9 @@ def run_figure(run: Path) -> Figure | None:
 
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
-    """Draws one figure per finished training phase, with the training curves (loss, margins and so
-    on) over steps. Returns a list of (name of the phase's output, figure).
-
-    In a long phase, a curve has the means of consecutive steps (see `means`), because the curves of
-    single steps would hide each other.
-    """
+    """Returns (name of the phase's output, figure) of each finished training phase, with its curves
+    over steps. In a long phase, a curve has the means of consecutive steps, because the curves of
+    single steps would hide each other."""
     drawings = []
     for phase in phases_of(run):
         panels = panels_of(rows_in(run / phase / "train.jsonl"))
@@ -145,9 +140,8 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
 
 
 def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
-    """Collects the curves of a training log, given as a list of steps. Returns curves[title of the
-    panel][name of the curve], which is a list of points (step, y). A curve that is alone in its
-    panel has the name ""."""
+    """Returns curves[title of the panel][name of the curve] of a training log, lists of points
+    (step, y). A curve that is alone in its panel has the name ""."""
     panels = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for name, title in OF_STEPS.items():

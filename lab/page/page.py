@@ -35,7 +35,7 @@ from lab.runfiles import (
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
-# The keys of a trajectory that the page includes. Token ids and others are left out.
+# The keys of a trajectory that the page includes
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 # A row that has all these keys is a trajectory, or a pair.
 EPISODE = {"task", *KEPT} - {"raw_reward"}
@@ -43,8 +43,7 @@ PAIR = {"task", "kind", "chosen", "rejected"}
 
 
 def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
-    """Writes RUN/run.html for a finished or unfinished run. Returns a line to print, with the path
-    and size of the file."""
+    """Writes RUN/run.html. Returns a line to print, with the path and size of the file."""
     path = run / "run.html"
     path.write_text(page(run, megabytes), encoding="ascii")
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser"
@@ -77,7 +76,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
 
 
 def status_of(run: Path) -> str:
-    """Returns the progress of a run: "finished", or how many phases are finished, and the last."""
+    """Returns "finished", or the number of finished phases of a run, and the last one."""
     if is_finished(run):
         return "finished"
     phases = [*phases_of(run)]
@@ -86,8 +85,7 @@ def status_of(run: Path) -> str:
 
 
 def hash_source(source: str) -> str:
-    """Returns the entry of the content security policy that allows this style or script, identified
-    by its SHA-256 hash."""
+    """Returns the entry of the content security policy that allows this style or script."""
     digest = hashlib.sha256(source.encode("ascii")).digest()  # the ASCII page has the same bytes
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
@@ -97,11 +95,8 @@ def hash_source(source: str) -> str:
 
 def conversations(run: Path, megabytes: float) -> dict:
     """Returns the data of the page's task browser: a list of tasks with their trajectories and
-    preference pairs. The most interesting tasks come first (see `interest`).
-
-    The page includes conversations until their compressed size is about `megabytes` MB. The
-    trajectories of the remaining tasks are listed without their messages.
-    """
+    preference pairs, the most interesting tasks first. Beyond a compressed size of `megabytes` MB,
+    trajectories have no messages."""
     s = config_of(run)["settings"]
     phases = phases_of(run)
     runs = defaultdict(dict)  # task -> (agent, iteration, rollout) -> trajectory
@@ -110,9 +105,14 @@ def conversations(run: Path, megabytes: float) -> dict:
         kept["from"] = file.removesuffix(".jsonl")
         kept["opening"] = first_reply(row["messages"], row["turns"])
         runs[row["task"]].setdefault(name_of(row), kept)
-    pairs = defaultdict(list)  # task -> preference pairs of this task
-    for row in phases_with(phases, "pairs"):
-        add_pairs(pairs, runs, run, phases, row)
+    pairs = defaultdict(list)  # task -> preference pairs, with indices into its trajectories
+    for recorded in phases_with(phases, "pairs"):
+        for row in pairs_in(run, phases, recorded):
+            names = [*runs.get(row["task"], {})]
+            sides = name_of(row["chosen"]), name_of(row["rejected"])
+            if {*sides} <= {*names}:  # a trajectory file that is being recomputed may lack a side
+                chosen, rejected = map(names.index, sides)
+                pairs[row["task"]].append(row | dict(chosen=chosen, rejected=rejected))
 
     texts = instructions(runs)
     tasks = []
@@ -130,8 +130,7 @@ def conversations(run: Path, megabytes: float) -> dict:
 
 
 def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
-    """Yields (file, trajectory) for each trajectory that the finished phases have written, in the
-    order of the phases."""
+    """Yields (file, trajectory) for each trajectory of the finished phases, in their order."""
     for output in phases:
         # GRPO writes its episodes into the agent's folder.
         file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
@@ -141,60 +140,31 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
 
 
 def name_of(row: dict) -> tuple:
-    """Returns the (agent, iteration, rollout) by which a pair names a trajectory of its task."""
+    """Returns the key by which a pair names a trajectory of its task."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
-def add_pairs(
-    pairs: dict[str, list],
-    runs: dict[str, dict],
-    run: Path,
-    phases: dict,
-    recorded: dict,
-) -> None:
-    """Adds the pairs of a pairs file to `pairs`.
+def pairs_in(run: Path, phases: dict, recorded: dict) -> Iterator[dict]:
+    """Yields the rows of the pairs file of a phase with the record `recorded`.
 
-    Args:
-        pairs: The pairs of each task.
-        runs: The trajectories of each task. In an added pair, `chosen` and `rejected` are indices
-            into the task's trajectories.
-        run: The folder that contains the pairs file.
-        phases: The records of all phases.
-        recorded: The record of the phase that wrote the pairs file.
-
-    `trains` of an added pair is the agent that it has trained, or "". The keys `first` and `last`
-    are its log-probabilities and margin in the first and last training step that used the pair.
-    They are absent if no step has used it.
+    `trains` of a row is the agent that was trained on the pairs, or "". `first` and `last` are the
+    log-probabilities and the margin in the first and the last training step that used the pair, if
+    a step has used it.
     """
-    rows = {name_of_pair(row): row for row in rows_in(run / recorded["output"])
-            if PAIR <= row.keys()}
-    trains, margins = trained_on(rows, run, phases)
+    rows = {}
+    for row in rows_in(run / recorded["output"]):
+        if PAIR <= row.keys():
+            rows[name_of_pair(row)] = row
+    # Of the agents whose margins.jsonl has only these pairs, the one with the most was trained on
+    # them, because one agent's pairs may be a part of another's.
+    trains, margins = "", {}
+    for phase in phases_with(phases, "name", "steps"):
+        logged = rows_in(run / phase["output"] / "margins.jsonl")
+        of_agent = {name_of_pair(row): row for row in logged}
+        if of_agent.keys() <= rows.keys() and len(of_agent) > len(margins):
+            trains, margins = phase["name"], of_agent
     for name, row in rows.items():
-        task, _, *sides = name
-        names = [*runs.get(task, {})]
-        if not {*sides} <= {*names}:
-            # The trajectory file is being recomputed and does not have this trajectory yet.
-            continue
-        chosen, rejected = map(names.index, sides)
-        pairs[task].append(row | margins.get(name, {}) | dict(
-            chosen=chosen, rejected=rejected, trains=trains, iteration=recorded["i"]))
-
-
-def trained_on(pairs: dict, run: Path, phases: dict) -> tuple[str, dict]:
-    """Finds the agent that was trained on the pairs: of the agents whose margins.jsonl has only
-    these pairs, the one with the most. One agent's pairs may be a part of another's.
-
-    Returns the name of the agent and the rows of its margins.jsonl by the names of their pairs, or
-    "" and {} if no agent was trained on the pairs yet. A row has the same keys as its pair, and
-    also `first` and `last`.
-    """
-    name, margins = "", {}
-    for row in phases_with(phases, "name", "steps"):
-        logged = rows_in(run / row["output"] / "margins.jsonl")
-        of_agent = {name_of_pair(logged_row): logged_row for logged_row in logged}
-        if of_agent.keys() <= pairs.keys() and len(of_agent) > len(margins):
-            name, margins = row["name"], of_agent
-    return name, margins
+        yield row | margins.get(name, {}) | dict(trains=trains, iteration=recorded["i"])
 
 
 def name_of_pair(row: dict) -> tuple:
@@ -202,14 +172,12 @@ def name_of_pair(row: dict) -> tuple:
 
 
 def interest(runs, target: str) -> tuple:
-    """Returns the sort key of a task, computed from its trajectories. It sorts interesting tasks
-    first:
+    """Returns the sort key of a task, which sorts interesting tasks first:
 
     1. Explored tasks come before tasks that were only evaluated.
-    2. Tasks are sorted by the target agent's best reward in the last iteration, the lowest first.
-       Tasks that it has not played come last.
-    3. If these rewards are equal, the task whose failures have the higher maximum reward comes
-       first.
+    2. Tasks with a lower best reward of the target agent in the last iteration come first. Tasks
+       that it has not played are sorted like solved ones.
+    3. Then tasks with a better failure come first.
     """
     played = [r for r in runs if r["agent"] != "expert"]
     explored = [r for r in played if not r["from"].startswith("eval")]
@@ -221,9 +189,8 @@ def interest(runs, target: str) -> tuple:
 
 
 def instructions(runs: dict[str, dict]) -> dict[str, str]:
-    """Returns a short text of each task. It has the parts of the task's opening messages that occur
-    in at most half of the tasks, so that common instructions are left out. If all parts are common,
-    it is the end of the opening."""
+    """Returns a short text of each task: the parts of its opening messages that occur in at most
+    half of the tasks, or the end of the opening if all parts are common."""
     openings = {}  # task -> pieces of the task's opening messages
     counts = Counter()
     for task, of_task in runs.items():

@@ -1,5 +1,4 @@
-"""Computes the results of a finished or unfinished run: the tables of its page, and the evaluations
-in result.json."""
+"""Computes the results of a run: the tables of its page, and the evaluations in result.json."""
 
 from collections import Counter, defaultdict
 from datetime import timedelta
@@ -11,7 +10,7 @@ import numpy as np
 from common.files import write_json
 from engine.console import SHARES, counted
 from environments import environment
-from lab.runfiles import SOLVED, config_of, phases_of, phases_with, rows_in
+from lab.runfiles import SOLVED, config_of, evaluations_in, phases_of, rows_in
 
 # A table is (title, names of the columns, rows). A column name that begins with < aligns its column
 # to the left.
@@ -30,15 +29,13 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
-    """Returns the records of all evaluation phases whose trajectory files still exist.
-
-    These numbers are computed from the trajectory files: the mean reward and its 95% interval from
-    `low` to `high`, the success rate, the number of tasks, the number of episodes that reached the
-    context limit, and the numbers that `scenarios` returns.
-    """
+    """Returns the records of all evaluation phases whose trajectory files still exist, with numbers
+    computed from these files: the mean reward and its 95% interval from `low` to `high`, the
+    success rate, the number of tasks, the number of episodes that reached the context limit, and
+    the numbers that `scenarios` returns."""
     env = config_of(run)["settings"]["env"]
     evals = []
-    for row in phases_with(phases, "split", "name", "episodes", "reward", "success"):
+    for row in evaluations_in(phases):
         episodes = rows_in(run / row["output"])
         if not episodes:  # the split has no tasks, or the user has deleted or emptied the file
             continue
@@ -54,7 +51,7 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
 
 
 def rewards_by_task(episodes: list[dict]) -> dict[str, list[float]]:
-    """Returns the rewards of each task's episodes, given as rows of a trajectory file."""
+    """Returns the rewards of each task, from the rows of a trajectory file."""
     rewards = defaultdict(list)
     for episode in episodes:
         rewards[episode["task"]].append(episode["reward"])
@@ -62,16 +59,9 @@ def rewards_by_task(episodes: list[dict]) -> dict[str, list[float]]:
 
 
 def scenarios(env, rewards: dict[str, list[float]]) -> dict:
-    """Returns AppWorld's scenario goal completion. A scenario is a group of related tasks.
-
-    Args:
-        env: The environment.
-        rewards: The rewards of each task's episodes.
-
-    Returns:
-        The number of scenarios, and `sgc`, the share of scenarios in which every episode of every
-        task is a success. {} if the environment has no scenarios.
-    """
+    """Returns AppWorld's scenario goal completion: the number of scenarios, which are groups of
+    related tasks, and `sgc`, the share of scenarios in which every episode of every task is a
+    success. Returns {} if the environment has no scenarios."""
     solved = {}  # scenario -> True if all its episodes are successes
     for task, of_task in rewards.items():
         scenario = env.scenario(task)
@@ -81,14 +71,12 @@ def scenarios(env, rewards: dict[str, list[float]]) -> dict:
 
 
 def close(run: Path) -> None:
-    """Writes the evaluations to result.json. The existence of this file marks the run as
-    finished."""
+    """Writes the evaluations to result.json. This file marks the run as finished."""
     write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
 
 
 def tables(run: Path) -> list[Table]:
-    """Returns the tables of a run: the evaluations, one table for each kind of phase, and the
-    totals of all phases."""
+    """Returns the tables of the evaluations, of each other kind of phase, and of the totals."""
     phases = phases_of(run)
     evals = evaluations(run, phases)
     evaluated = {row["output"] for row in evals}
@@ -106,8 +94,7 @@ def tables(run: Path) -> list[Table]:
 
 
 def table_of(title: str, rows: list[dict]) -> Table:
-    """Returns a table with one row per phase and one column per result. `rows` are the records of
-    the phases."""
+    """Returns a table with one row per phase and one column per result."""
     cells_of_rows = []
     columns = {}  # names, in order
     for row in rows:
@@ -123,11 +110,8 @@ def table_of(title: str, rows: list[dict]) -> Table:
 
 
 def cells_of(name: str, value) -> dict[str, str]:
-    """Formats one result of a phase as table cells, and returns a dict {column: text}.
-
-    The value is a number, a text or a dict of counts. The result `pairs` is a dict {kind of pair:
-    count}, and each kind gets a column of its own.
-    """
+    """Formats one result of a phase, a number, a text or a dict of counts, as {column: text}. Each
+    kind of preference pair has a column of its own."""
     title = name.replace("_", " ")
     if name == "pairs" and isinstance(value, dict):
         return {kind: f"{count:,}" for kind, count in value.items()}

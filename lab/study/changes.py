@@ -68,9 +68,9 @@ def code_changes(run: Path, others) -> list[str]:
 
 
 def first_difference(before: Path, after: Path) -> str:
-    """Finds the first output that both runs have and that differs between them. Returns its name
-    and a description of the difference. Evaluations are left out, because `--method evaluate` gives
-    the name of the first one to that of any agent."""
+    """Returns the name of the first output that two runs have and that differs between them, with
+    the difference. Evaluations are left out, because `--method evaluate` gives the name of the
+    first one to that of any agent."""
     others = phases_of(after)
     for output, record in phases_of(before).items():
         if output in others and "split" not in record:
@@ -100,8 +100,7 @@ def changed(rows: list, others: list) -> str:
 
 
 def number_changes(record: dict, other: dict) -> list[str]:
-    """Returns the numbers that differ between two records of phases.json, for example the counts of
-    pairs, or the loss."""
+    """Returns the numbers that differ between two records of phases.json, such as the loss."""
     changes = []
     for name, value in record.items():
         new = other.get(name)
@@ -133,9 +132,8 @@ def weight_change(before: Path, after: Path) -> list[str]:
 
 
 def episode_changes(pairs: list[tuple[dict, dict]]) -> str:
-    """Compares the last evaluations of an agent in two arms, given as one pair per seed, which may
-    follow different iterations. Returns the number of episodes that differ in messages or reward,
-    as a text."""
+    """Returns the number of episodes that differ in messages or reward, as a text. There is one
+    pair of evaluations per seed, which may follow different iterations."""
     sampling = text_of("sampling", pairs)
     if " - " in sampling:
         return f"not compared: {sampling}"

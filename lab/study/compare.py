@@ -152,17 +152,9 @@ def table(
     measures: list[str],
     facts: tuple[str, ...] = (),
 ) -> Table:
-    """Returns a table with the means of measures over seeds, and the differences between arms.
-
-    Args:
-        title: The title.
-        rows: The rows of runs, see `numbers`.
-        compared: Pairs of arms (a, b). The table has the differences a - b.
-        keys: There is one row of the table for each arm, or pair of arms, and values of these keys.
-        measures: The keys of the measures.
-        facts: Keys whose values in the rows of runs are listed. Both values are listed if the two
-            runs of a difference have different values.
-    """
+    """Returns a table with the means of measures over seeds, and the differences between the arms
+    in `compared`. There is a row for each arm or pair of arms, and values of the `keys`. A column
+    for each key in `facts` lists its values."""
     cells = []
     for name, values, group in numbers.single(rows, keys) + numbers.paired(rows, compared, keys):
         texts = [numbers.text_of(fact, group) for fact in facts]
@@ -198,8 +190,8 @@ def states(runs: Runs) -> Table:
 
 
 def primary(last: dict[str, list[dict]]) -> Table:
-    """Returns a table of the primary comparisons of a study. `last` has the last evaluations in
-    each environment."""
+    """Returns a table of the `PRIMARY` comparisons. `last` has the last evaluations in each
+    environment."""
     rows = []
     for env, evals in last.items():
         tests = [e for e in evals if (e["agent"], e["split"]) == ("target", "test")]
@@ -247,8 +239,8 @@ def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
 
 
 def split_name(word: str) -> tuple[str, Path]:
-    """Parses an argument NAME=RUN or RUN, and returns the name and the run's folder. Without NAME,
-    the name is the run's arm or method. An argument that is an existing path is a RUN."""
+    """Parses an argument NAME=RUN or RUN. Without NAME, the name is the run's arm or method. An
+    argument that is an existing path is a RUN."""
     name, _, path = word.partition("=")
     if Path(word).exists() or not path:
         return arm_of(Path(word)), Path(word)

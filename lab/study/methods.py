@@ -73,8 +73,7 @@ COMPARED = [(a, b) for a, b in dict.fromkeys(COMPARED) if a != b]
 
 
 def method_of(arm: str) -> str:
-    """Returns the value of --method in an arm's settings. It is "positive" for the arm
-    "positive-steps"."""
+    """Returns the value of --method in an arm's settings, "positive" for "positive-steps"."""
     return ARMS[arm].split()[1]
 
 
@@ -82,19 +81,16 @@ def method_of(arm: str) -> str:
 
 
 def needed_by(flags: str) -> list[str]:
-    """Returns the arms whose runs must finish before a run with these flags can start.
-
-    If a value is in braces, it comes from a finished run of another arm. There is at most one such
-    arm.
-    """
+    """Returns the arms whose runs must finish before a run with these flags can start. Values in
+    braces come from a run of at most one other arm."""
     if "{tasks}" in flags:
         return ["evolve"]
     return ["coevolve"] if "{" in flags else []
 
 
 def filled(flags: str, folder: Path, seed: int) -> list[str]:
-    """Returns an arm's flags for its run with a seed. Values in braces are replaced with their
-    values from the finished runs in the study's `folder`."""
+    """Returns an arm's flags for its run with a seed. Values in braces are taken from the finished
+    runs in the study's `folder`."""
     values = {}
     for other in needed_by(flags):
         values = taken_from(folder / f"{other}-s{seed}")
@@ -153,8 +149,7 @@ def each(runs: Runs):
 
 
 def arm_of(run: Path) -> str:
-    """Returns the arm of a run. The folder of a study's run is called ARM-sSEED. If the name of a
-    folder does not begin with an arm, the run's method is returned instead."""
+    """Returns the arm of a run whose folder is called ARM-sSEED, and the method of another run."""
     arm = run.resolve().name.rpartition("-s")[0]
     return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
@@ -190,11 +185,9 @@ def named(given: list[tuple[str, Path]]) -> dict[str, Runs]:
 
 
 def finished(folder: Path) -> dict[str, Runs]:
-    """Returns the finished runs of a study, in the order of ARMS.
-
-    Raises UsageError if two runs have different values of a setting that both use. Settings that
-    the arm or the preset of its method sets may differ, but not between the seeds of an arm.
-    """
+    """Returns the finished runs of a study. Raises UsageError if two runs have different values of
+    a setting that both use. Settings of an arm, or of the preset of its method, are compared only
+    between the seeds of this arm."""
     given = []
     first = {}  # (arm or "", setting) -> (first run that uses the setting, its value)
     for arm, flags in ARMS.items():
@@ -218,8 +211,7 @@ def finished(folder: Path) -> dict[str, Runs]:
 def ignored(settings: dict) -> set[str]:
     """Returns the names of settings that cannot explain a difference between two runs: the seed,
     settings marked as Free, which affect at most rounding, and settings that the method does not
-    read. Names that this program does not know, and methods of modified copies, are never ignored.
-    """
+    read. Settings and methods of modified copies of the program are never ignored."""
     method = METHODS.get(settings["method"])
     reads = names_in(method.reads) if method else {*settings}
     return {"seed"} | {name for name in settings_of(Settings)
@@ -227,14 +219,13 @@ def ignored(settings: dict) -> set[str]:
 
 
 def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
-    """Returns the settings in which the named groups of runs differ. Each such setting has one
-    tuple per group: (setting, name of the group, its values as text).
+    """Returns the settings in which arms differ, as tuples (setting, arm, its values as text).
 
-    A setting is compared between the groups whose methods read it (see `ignored`). In the other
-    groups, and in runs whose program did not have the setting, its value is "-". A setting that has
-    the value of the one that it follows in all runs is left out.
+    A setting is compared between the arms whose methods read it. In the other arms, and in runs
+    whose program did not have the setting, its value is "-". A setting that has the value of the
+    one that it follows in all runs is left out.
     """
-    settings = {}  # name of a group -> settings of each of its runs
+    settings = {}  # arm -> settings of each of its runs
     for arm, by_seed in runs.items():
         settings[arm] = [config_of(run)["settings"] for run in by_seed.values()]
     of_all_runs = list(itertools.chain(*settings.values()))
@@ -244,7 +235,7 @@ def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
             keys.pop(name, None)
     rows = []
     for key in keys:
-        values = {}  # name of a group -> its values, "" if its methods do not read the setting
+        values = {}  # arm -> its values, "" if its method does not read the setting
         for arm, of_runs in settings.items():
             texts = [str(s.get(key, "-")) for s in of_runs if key not in ignored(s)]
             values[arm] = ", ".join(dict.fromkeys(texts))

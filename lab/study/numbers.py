@@ -40,7 +40,7 @@ SAMPLES = 2000                # samples of the bootstrap
 
 
 def grouped(rows: list[dict], keys: list[str]) -> dict[tuple, dict]:
-    """Groups rows by (arm, values of the keys). Returns the rows of each group by seed."""
+    """Returns the rows of each group (arm, values of the keys), by seed."""
     groups = defaultdict(dict)
     for row in rows:
         groups[row["arm"], tuple(row[key] for key in keys)][row["seed"]] = row
@@ -48,15 +48,15 @@ def grouped(rows: list[dict], keys: list[str]) -> dict[tuple, dict]:
 
 
 def single(rows: list[dict], keys: list[str]) -> list[tuple]:
-    """Groups rows by arm and the values of the keys. Returns a list of (arm, values, group). The
-    group has a tuple (row,) for each seed."""
+    """Returns a list of (arm, values of the keys, group). The group has a tuple (row,) for each
+    seed."""
     return [(arm, values, [*zip(by_seed.values())])
             for (arm, values), by_seed in grouped(rows, keys).items()]
 
 
 def paired(rows: list[dict], compared: list[tuple[str, str]], keys: list[str]) -> list[tuple]:
-    """Pairs the groups of compared arms (a, b). Returns a list of ("a - b", values, group). The
-    group has a tuple (row of a, row of b) for each common seed."""
+    """Returns a list of ("a - b", values of the keys, group) for compared arms (a, b). The group
+    has a tuple (row of a, row of b) for each common seed."""
     groups = grouped(rows, keys)
     every = dict.fromkeys(values for _, values in groups)
     result = []
@@ -69,8 +69,7 @@ def paired(rows: list[dict], compared: list[tuple[str, str]], keys: list[str]) -
 
 
 def text_of(key: str, group: list[tuple]) -> str:
-    """Returns the values of a key in the rows of a group. If the rows of a seed have different
-    values, these are joined with " - "."""
+    """Returns the values of a key in a group. Different values of a seed are joined with " - "."""
     texts = {}
     for rows in group:
         texts[" - ".join(dict.fromkeys(str(row[key]) for row in rows))] = None
@@ -131,14 +130,14 @@ def t_quantile(df: int) -> float:
 
 
 def p_value(lead: dict) -> float:
-    """Returns the p value of the paired t test over seeds, of a result of `interval`."""
+    """Returns the p value of the paired t test over seeds of a difference, given by `interval`."""
     df = lead["n"] - 1
     standard_error = lead["half"] / t_quantile(df)
     return float(np.interp(abs(lead["mean"]) / max(standard_error, 1e-12), *t_distribution(df)))
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Corrects p values for their number with Holm's method. Returns them in the same order."""
+    """Returns p values corrected for their number with Holm's method, in the same order."""
     p = np.array(p_values)
     order = p.argsort()
     p[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
@@ -163,8 +162,8 @@ def bootstrap(values: list[list]) -> dict:
 
 @cache
 def drawn(n: int, stream: int) -> np.ndarray:
-    """Draws n of n items with replacement, in each bootstrap sample. Returns the share of each item
-    in each sample, (B, n). `stream` is the seed of the random numbers."""
+    """Draws n of n items with replacement. Returns the share of each item in each bootstrap sample,
+    (B, n). `stream` is the seed of the random numbers."""
     return np.random.default_rng(stream).multinomial(n, np.full(n, 1 / n), SAMPLES) / n
 
 
@@ -205,8 +204,7 @@ def evaluations(runs: Runs) -> list[dict]:
 
 def sampling(settings: dict, rollouts: int) -> str:
     """Returns how the episodes of an evaluation were sampled, such as "temperature 0.7, 5
-    rollouts". Training methods evaluate their agents with greedy decoding. The methods of
-    `lab.chat.evaluate` sample with --temperature."""
+    rollouts". Training methods evaluate with greedy decoding, whatever --temperature is."""
     temperature = settings["temperature"] if settings["method"] in evaluate.METHODS else 0
     text = f"temperature {temperature}" if temperature else "greedy"
     return f"{text}, {rollouts} rollouts" if rollouts > 1 else text
@@ -255,8 +253,7 @@ def costs(runs: Runs) -> list[dict]:
 
 
 def explored(run: Path, agent: str = "") -> list[dict]:
-    """Returns the trajectories that the agents of a run explored, or only those of `agent` if it is
-    given. Files that were deleted are skipped."""
+    """Returns the trajectories that the agents of a run explored, or only those of `agent`."""
     rows = []
     for phase in explorations_in(phases_of(run)):
         if agent in ("", phase["name"]):
@@ -319,8 +316,7 @@ def distances_of(runs: Runs) -> list[dict]:
 
 def distances(rows: list[dict], embed) -> dict[str, float]:
     """Returns the mean cosine distance, 1 - cos, between any two failures of a task, for each task
-    with at least two failures. Trajectories without action tokens have no embedding, and are
-    skipped."""
+    with at least two failures. Trajectories without action tokens have no embedding."""
     vectors = defaultdict(list)
     for row in rows:
         if row["reward"] < SOLVED and any(row["action_mask"]):
@@ -337,9 +333,8 @@ def mean_distance(vectors: np.ndarray) -> float:
 
 
 def embedder(folder: Path):
-    """Loads the agent in a folder. Returns a function that embeds a trajectory, given as a row of a
-    trajectory file. The embedding (d,) is the last hidden state, averaged over the action
-    tokens."""
+    """Returns a function that embeds a row of a trajectory file with the agent in a folder. The
+    embedding (d,) is the last hidden state, averaged over the action tokens."""
     transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = read_model(folder, device=device).base_model.eval()

@@ -42,10 +42,7 @@ def make_runs(
     """Starts the runs of a study and waits for them. Runs that are already finished end at once.
 
     Args:
-        env: The environment.
         arms: The flags of each arm. An arm that needs results of another arm must come after it.
-        seeds: The seeds. Each arm has one run per seed.
-        folder: The study's folder.
         more: Further settings, as flags and values. A run gets those that its method uses.
         jobs: Maximum number of concurrent runs.
     """
@@ -76,8 +73,8 @@ def make_runs(
 
 
 def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
-    """Selects the flags in `more`, with their values, that the method of an arm uses. Flags that no
-    arm of the study uses are included as well, because parsing them must raise an error."""
+    """Returns the flags in `more`, with their values, that the method of an arm uses. Flags that no
+    arm of the study uses are included, because parsing them must raise an error."""
     reads = {other: reads_of(other) for other in arms}
     others = set.union(*reads.values()) - reads[arm]
     kept = []
@@ -91,7 +88,6 @@ def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
 
 
 def reads_of(arm: str) -> set[str]:
-    """Returns the flags that the method of an arm uses."""
     return {flag(name) for name in names_in(METHODS[method_of(arm)].reads)}
 
 
@@ -110,8 +106,7 @@ def launch(env: str, words: list[str], log: Path) -> None:
 
 
 def stop(number: int, _) -> None:
-    """Signal handler for Ctrl-C and SIGTERM. It ends the study and its runs, which can be resumed
-    later."""
+    """Handles Ctrl-C and SIGTERM by ending the study and its runs, which can be resumed."""
     for child in list(running):
         child.terminate()
     os.write(2, b"study: stopped; rerun the same command to resume\n")
