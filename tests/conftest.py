@@ -463,8 +463,8 @@ def toy(small_model, tmp_path_factory):
 
 
 class Again:
-    """Wraps `env` as the core does: an episode that breaks is replayed from its start, at most twice.
-    """
+    """Wraps an environment as the core does: an episode that breaks is replayed from its start, at
+    most twice."""
 
     def __init__(self, env):
         self.env = env

@@ -249,6 +249,15 @@ def test_rollouts_are_sampled_with_their_own_seeds_and_evaluations_are_greedy(sm
     assert not any(row["log_probs"] for row in evaluated)
 
 
+def test_the_numbers_of_episodes_by_hand():
+    """The three rates of Table 2, and the means."""
+    episodes = [Trajectory(reward=reward, turns=turns, idle=1, ended=ended) for reward, turns, ended in [
+        (1.0, 2, "done"), (0.6, 4, "done"), (0.5, 10, "turn_limit"), (0.0, 4, "done")]]
+    assert coevolve.summarise(episodes, hard_threshold=0.6) == pytest.approx(dict(
+        episodes=4, reward=0.525, success=0.25, hard_negative=0.25, other_failure=0.5, turns=5.0,
+        idle=0.2, turn_limit=0.25))
+
+
 def side_name(task, side):
     return task, side["agent"], side["iteration"], side["rollout"]
 

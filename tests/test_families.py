@@ -37,7 +37,8 @@ MORE = dict(nemotron_h=dict(use_bias=True), phi3=dict(
     moshi -> refused -> MoshiForCausalLM cannot be used: the log-probabilities of its replies differ
     roberta -> refused -> RobertaForCausalLM cannot be used:
 """))
-def test_the_self_check_selects_the_fastest_correct_backends(family, replies, passes, words, tmp_path):
+def test_the_self_check_selects_the_fastest_correct_backends(
+        family, replies, passes, words, tmp_path):
     """They have the log-probabilities of plain forward passes. A model in bf16 is checked in fp32,
     since rounding hides some faults. The check leaves the model's attention as it was."""
     tiny_model(family, len(words.tokenizer), **MORE.get(family, {})).save_pretrained(tmp_path)

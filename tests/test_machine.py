@@ -24,7 +24,8 @@ from engine.machine import accelerator_of
 
 
 @pytest.mark.parametrize("variable, expected", [
-    (None, "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "mine"), ("PYTORCH_ALLOC_CONF", None)])
+    (None, "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "mine"),
+    ("PYTORCH_ALLOC_CONF", None)])
 def test_options_of_cuda(variable, expected, monkeypatch):
     """Expandable segments unless the user gives another value, no cuDNN attention, and no TF32."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
