@@ -431,9 +431,13 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     wait_until(lambda: all(log.exists() and log.read_text() == "works 1\n" for log in logs),
                "both runs to write to their logs")
     family = psutil.Process(process).children(recursive=True)
-    os.kill(process, signal.SIGTERM)
+
+    def is_stopped():
+        os.kill(process, signal.SIGTERM)  # Python may miss the one that comes as a wait begins
+        return said.read_text().endswith("rerun the same command to resume\n")
+
+    wait_until(is_stopped, "the study to stop")
     assert ended(process) == 143 and len(family) == 2
-    assert said.read_text().endswith("rerun the same command to resume\n")
     assert not psutil.wait_procs(family, timeout=300)[1]
 
 
