@@ -12,6 +12,7 @@ from conftest import ROOT, SMALL_RUN, program
 import coevolve
 import evolve
 from common import settings
+from common.files import read_jsonl
 from environments import ENVIRONMENTS, environment
 from environments.intercodesql import spider
 from lab import learn
@@ -61,7 +62,7 @@ def run_sh(command: str, words: list[str]):
 
 
 # What the programs do once they have parsed their words, and the check of paths, which are placeholders
-EFFECTS = ("lab.study.compare.write_report lab.study.compare.named lab.study.study.ThreadPoolExecutor "
+EFFECTS = ("lab.study.compare.write_report lab.study.compare.grouped lab.study.study.ThreadPoolExecutor "
            "lab.study.study.finished lab.study.study.write_report lab.page.page.make_page "
            "environments.intercodesql.spider.load_intercode common.settings.Path").split()
 
@@ -96,16 +97,27 @@ def test_commands_are_found():
 
 
 def test_the_ablation_of_the_readme_changes_beta_alone(monkeypatch, tmp_path, capfd):
-    """Its commands, with a base run on six tasks."""
+    """Its commands, with a base run on six tasks. beta changes in both iterations, and with it the
+    weights of both agents."""
     block, = re.findall(r"```\n(python coevolve.py --branch .*?)```", (ROOT / "README.md").read_text(), re.S)
-    changed, compared = map(shlex.split, block.splitlines())
+    base, changed, compared = (shlex.split(line) for line in [
+        "python coevolve.py --out runs/webshop-coevolve-s0", *block.splitlines()])
+    base += [*SMALL_RUN, "--iterations", "2"]
     monkeypatch.chdir(tmp_path)
-    program(*SMALL_RUN, "--iterations", 2, "--out", "runs/webshop-coevolve-s0")
+    program(*base[2:])
     capfd.readouterr()
     program(*changed[2:])
     assert "; other settings: beta (0.1 -> 0.3); other code: none" in capfd.readouterr().out
+
+    runs = {0.1: tmp_path / "runs/webshop-coevolve-s0", 0.3: tmp_path / "runs/beta"}
+    for output in "iter1/target-agent", "iter1/failure-agent", "iter2/target-agent", "iter2/failure-agent":
+        one, other = ((run / output / "model.safetensors").read_bytes() for run in runs.values())
+        assert one != other
+        for beta, run in runs.items():
+            for row in read_jsonl(run / output / "margins.jsonl"):
+                chosen, rejected, margin = (last - first for first, last in zip(row["first"], row["last"]))
+                assert margin == pytest.approx(beta * (chosen - rejected), abs=1e-5)
     compare.main(compared[3:])
     said = capfd.readouterr().out
     table = re.search(r"webshop: Settings in which they differ\n.*?\n(.*?)\n\n", said, re.S)[1]
-    assert table.split() == ["beta", "base", "0.1", "beta", "beta", "0.3"]
-    assert re.search(r"first output, seed \d+ +iter1/failure-agent: weights differ", said)
+    assert [line.split() for line in table.splitlines()] == [["beta", "base", "0.1"], ["beta", "beta", "0.3"]]

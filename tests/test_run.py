@@ -476,6 +476,17 @@ def test_an_agent_of_the_run_that_is_damaged_has_its_own_remedy(again, tmp_path)
     assert again(delete, "sft-target") == {"sft-target", PLAYED}
 
 
+def test_a_finished_run_starts_again_without_opening_a_list(toy, small_model, tmp_path):
+    def again():
+        opened = set()
+        sys.addaudithook(lambda event, given: event == "open" and opened.add(str(given[0])))
+        in_toy("--model", small_model, "--out", toy[0])
+        lists = [name for name in opened if name.endswith(".jsonl")]
+        assert lists == [str(toy[0] / "metrics.jsonl")]
+
+    assert ended(fork(again, tmp_path / "said")) == 0, (tmp_path / "said").read_text()
+
+
 # ----------------------------------------------------------------------------- the end of a run
 
 

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,6 +69,9 @@ def make_runs(
     with ThreadPoolExecutor(jobs) as pool:
         for seed, arm in itertools.product(seeds, arms):
             started[seed, arm] = pool.submit(make_run, seed, arm)
+        # Python can miss a signal at the start of a wait for threads, so the main thread sleeps.
+        while not all(run.done() for run in started.values()):
+            time.sleep(0.5)
     for run in started.values():
         run.result()
 
