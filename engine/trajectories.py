@@ -183,8 +183,7 @@ def row_of(pair: Pair) -> dict:
 def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
     """Converts a line of a pairs file to a pair of two of the trajectories `by_name`.
 
-    Raises ValueError if the pair cannot be used for training. For example, one of its trajectories
-    does not exist or has no action tokens.
+    Raises ValueError if a field is not valid, or if one of the trajectories does not exist.
     """
     check_types(row, PAIR_FIELDS)
     sides = []
@@ -194,11 +193,7 @@ def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
         if name not in by_name:
             raise ValueError(f"it names {describe(name)}, but the inputs of its phase have no such "
                              "trajectory")
-        if by_name[name].action_count == 0:
-            raise ValueError(f"{describe(name)} has no action tokens to learn from")
         sides.append(by_name[name])
-    if sides[0].ids == sides[1].ids:
-        raise ValueError("its two sides have the same tokens")
     for name in "weight", "sft_weight":
         if row[name] < 0:
             raise ValueError(f"{name} is {row[name]}, below 0")

@@ -16,7 +16,7 @@ from conftest import Toy, make_tokenizer, plain_log_probs, table
 import coevolve
 import dpo
 from coevolve import Settings
-from common.files import read_jsonl
+from common.files import read_json, read_jsonl
 from common.settings import UsageError, settings_of, values_of
 from dpo import Pair, Trajectory
 from engine.chat import Encoder
@@ -99,7 +99,7 @@ def test_pairs_by_hand(expert, own, others, settings, pairs):
         if s.d_fail == "all":
             comparisons = math.comb(len(own + others), 2)
     assert brief(found) == pairs
-    assert len(found) + len(reasons) == comparisons
+    assert len(found) + len(reasons) == comparisons and all(isinstance(r, str) for r in reasons)
 
 
 def made(phase, *lists):
@@ -314,7 +314,17 @@ def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, e
     out = toy_run(*"--iterations 2 --reference sft --failure-plays after --d-fail buffer "
                   "--temperature 2 --dpo-batch 100 --beta 0.2 --beta-later 0.7 --dpo-lr-later 3e-4 "
                   "--lambda-dpo 0.5 --lambda-sft 0.3 --denominator pairs --dpo-epochs 2 "
-                  "--dpo-steps 3".split())
+                  "--dpo-steps 3 --sft-epochs 3".split())
+    outputs = "experts.jsonl sft-target sft-failure".split()
+    for i in range(3):
+        outputs += [f"iter{i}/{name}" for name in (
+            "target.jsonl", "failure.jsonl", "pairs-failure.jsonl", "failure-agent",
+            "failure-again.jsonl", "pairs-target.jsonl", "target-agent") if i]
+        outputs += [f"eval-{i}-{agent}-{split}.jsonl" for agent in ("target", "failure")
+                    for split in Toy.test_splits]
+    assert [*read_json(out / "phases.json")] == outputs
+    rates = [line["lr"] for line in read_jsonl(out / "sft-target/train.jsonl")]
+    assert rates == pytest.approx([rates[0] * x for x in (1, 0.75, 0.25)])  # half of a cosine
     never = encoder.sampler().suppressed_ids
     seeds = set()
     for agent, played in {"sft-failure": "failure", "iter1/failure-agent": "failure-again"}.items():

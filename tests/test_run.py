@@ -341,7 +341,6 @@ SIDE = '{"agent": "target", "iteration": 1, "rollout":'
     target -> {"ids": [1, -2], "action_mask": [0, 1], "log_probs": []} -> are in the vocabulary
     target -> {"ids": [1, 9999], "action_mask": [0, 1], "log_probs": []} -> are in the vocabulary
     pairs-target -> {"weight": -1} -> weight is -1, below 0
-    pairs-target -> {"chosen": SIDE 0}, "rejected": SIDE 0}} -> its two sides have the same tokens
     pairs-target -> {"chosen": SIDE 7}} -> rollout 7, but the inputs of its phase have no such
     pairs-target -> {"chosen": {"agent": "target"}} -> 'iteration' is missing
 """))
