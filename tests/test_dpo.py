@@ -163,9 +163,10 @@ def test_micro_batches_give_the_step_of_the_whole_batch(tokens):
     whole, log = trained(steps())
     parts, log_of_parts = trained(steps(), tokens)
     torch.testing.assert_close(whole, parts, atol=1e-9, rtol=0)
-    for a, b in zip(log, log_of_parts, strict=True):
+    for a, b, batch in zip(log, log_of_parts, steps(), strict=True):
         kinds, others = a.pop("kinds"), b.pop("kinds")
         assert b == pytest.approx(a, abs=1e-9)
+        assert sum(means["count"] for means in kinds.values()) == dpo.pair_count(batch)
         for kind, means in kinds.items():  # over the batch
             assert others[kind] == pytest.approx(means, abs=1e-9)
 

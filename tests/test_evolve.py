@@ -340,6 +340,14 @@ def test_the_task_set_grows_from_signals(run):
         picked = Counter(reasons(row for row in rows(r, f"iter{i}/signals.jsonl") if row["picked"]))
         assert Counter(reasons(rows(r, f"iter{i}/explored.jsonl"))) == picked + picked
         assert len({signal for _, signal in picked}) > 1
+    # What joined are the added proposals, with their texts; the phases count tokens and tasks.
+    added = [row for i in range(3) for row in rows(r, f"iter{i}/proposals.jsonl")
+             if row["verdict"] == "added"]
+    assert [row["text"] for row in third] == [row["text"] for row in added]
+    phases = read_json(r.folder / "phases.json")
+    assert phases["iter2/tasks.jsonl"]["joined"] == len(third) - len(second)
+    episodes = rows(r, "iter1/target-agent/episodes.jsonl")
+    assert phases["iter1/target-agent"]["tokens"] == sum(len(row["ids"]) for row in episodes)
     # Random exploration follows no signal, with as many episodes of the explorer.
     other = run(out="random", RARE_BELOW=60.0, guide="random", grpo_steps=3)
     of_signals, at_random = (reasons(rows(each, "iter1/explored.jsonl")) for each in (r, other))
