@@ -302,6 +302,7 @@ def test_eto_and_the_control_are_dpo_alone(method, agent, kinds, lambda_sft, toy
     pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
     assert {row["kind"] for row in pairs} == kinds
     assert lambda_sft or {row["weight"] for row in pairs} == {1.0}
+    assert {f"eval-{i}-{agent}-test.jsonl" for i in (0, 1)} <= read_json(out / "phases.json").keys()
     first, _ = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
     loss = first_loss(out, agent, 1, 0.1, lambda_sft=lambda_sft)
     assert first["loss"] == pytest.approx(loss, rel=1e-4)

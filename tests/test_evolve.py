@@ -337,6 +337,7 @@ def test_the_task_set_grows_from_signals(run):
         # Its steps are on D as it was; then every pick was explored twice.
         log = rows(r, f"iter{i}/target-agent/train.jsonl")
         assert [(row["step"], row["D"]) for row in log] == [(2 * i - 1, len(d)), (2 * i, len(d))]
+        assert {row["tasks"] for row in log} == {min(3, len(d))}
         picked = Counter(reasons(row for row in rows(r, f"iter{i}/signals.jsonl") if row["picked"]))
         assert Counter(reasons(rows(r, f"iter{i}/explored.jsonl"))) == picked + picked
         assert len({signal for _, signal in picked}) > 1
@@ -345,7 +346,9 @@ def test_the_task_set_grows_from_signals(run):
              if row["verdict"] == "added"]
     assert [row["text"] for row in third] == [row["text"] for row in added]
     phases = read_json(r.folder / "phases.json")
-    assert phases["iter2/tasks.jsonl"]["joined"] == len(third) - len(second)
+    numbers = phases["iter2/tasks.jsonl"]
+    assert (numbers["tasks"], numbers["joined"]) == (len(third), len(third) - len(second))
+    assert {row["source"] for row in added} <= {*r.env.tasks("train"), *(row["task"] for row in third)}
     episodes = rows(r, "iter1/target-agent/episodes.jsonl")
     assert phases["iter1/target-agent"]["tokens"] == sum(len(row["ids"]) for row in episodes)
     # Random exploration follows no signal, with as many episodes of the explorer.
