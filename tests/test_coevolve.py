@@ -377,6 +377,7 @@ def test_a_fixed_failure_agent_from_a_folder(toy_run, toy):
     given = toy[0] / "sft-failure"
     out = toy_run("--failure-from", given, "--d-fail", "none")
     assert read_jsonl(out / "iter1/pairs-failure.jsonl") == [] and not (out / "sft-failure").exists()
+    assert read_json(out / "phases.json")["iter1/failure-agent"]["steps"] == 0
     own = {path.name: path.read_bytes() for path in given.iterdir() if path.suffix != ".jsonl"}
     assert own == {path.name: path.read_bytes() for path in (out / "iter1/failure-agent").iterdir()}
 

@@ -301,6 +301,7 @@ def test_finds_are_judged_in_their_order(verify, monkeypatch):
     assert [row["reason"] or "added" for row in rows] == reasons
     assert [row["replayed"] for row in rows] == [verify and r in ("added", "odd") for r in reasons]
     assert numbers["refused"] == Counter(reason for reason in reasons if reason != "added")
+    assert numbers["replayed"] == sum(row["replayed"] for row in rows)
 
 
 @pytest.fixture
@@ -349,6 +350,8 @@ def test_the_task_set_grows_from_signals(run):
     numbers = phases["iter2/tasks.jsonl"]
     assert (numbers["tasks"], numbers["joined"]) == (len(third), len(third) - len(second))
     assert {row["source"] for row in added} <= {*r.env.tasks("train"), *(row["task"] for row in third)}
+    assert phases["iter1/finds.jsonl"]["finds"] == len(rows(r, "iter1/finds.jsonl"))
+    assert phases["iter1/batches.jsonl"]["tasks"] == len(first)
     episodes = rows(r, "iter1/target-agent/episodes.jsonl")
     assert phases["iter1/target-agent"]["tokens"] == sum(len(row["ids"]) for row in episodes)
     # Random exploration follows no signal, with as many episodes of the explorer.
