@@ -52,7 +52,7 @@ def write_json(file: Path, value) -> None:
 
 
 def json_line(row) -> str:
-    """Returns the JSON line of a dict, or of a dataclass object, whose None fields are left out."""
+    """Returns a dict, or a dataclass object without its None fields, as a JSON line."""
     if not isinstance(row, dict):
         values = {field.name: getattr(row, field.name) for field in fields(row)}
         row = {name: value for name, value in values.items() if value is not None}
@@ -99,7 +99,7 @@ OLDER = "an older version of this program made this run; give another folder, or
 def check_version(given: str, rows: dict[str, dict]) -> None:
     """Raises UsageError if an older version of this program wrote the records of a phases.json.
 
-    `given` is the setting that names the run, and its value.
+    `given` is the flag that names the run, with its value, such as "--out runs/a".
     """
     if any("hash" in row and "content" not in row for row in rows.values()):
         raise UsageError(f"{given}: {OLDER}")
@@ -129,7 +129,8 @@ def copy_folder(source: Path, target: Path, copy: Callable = shutil.copyfile) ->
 def share_weights(folder: Path) -> None:
     """Gives the weight files of a model the same mode as its config.json.
 
-    safetensors renames a temporary file that only its owner can read, whatever the umask is.
+    Otherwise only their owner could read them, because safetensors ignores the umask: it writes a
+    private temporary file and renames it.
     """
     mode = (folder / "config.json").stat().st_mode
     for file in folder.glob("*.safetensors"):

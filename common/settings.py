@@ -48,13 +48,13 @@ class UsageError(ValueError):
 @dataclass(frozen=True)
 class Limits:
     """A condition on the value of a setting, which is part of its type."""
-    holds: Callable  # holds(value, settings) is True if the value is valid, with all settings
+    holds: Callable  # holds(value, settings) is True if a value is valid with these settings
     message: str     # error message, printed after the invalid value
 
 
 @dataclass(frozen=True)
 class Follows:
-    """Marks a setting that has the value of another setting, if only the other one is given."""
+    """Marks a setting that gets the value of the setting `name`, if only the latter is given."""
     name: str
 
 
@@ -157,9 +157,10 @@ class Setting:
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
-    """Returns the declarations of all settings of a class, also inherited ones, by name.
+    """Returns the declarations of all settings of a class, including inherited ones, by name.
 
-    Raises UsageError if a value has no type, because a dataclass would ignore it.
+    Raises UsageError if a class attribute has a value but no type, because a dataclass would ignore
+    it.
     """
     for base in filter(is_dataclass, kind.__mro__):
         for name, value in vars(base).items():
@@ -335,8 +336,8 @@ def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[
 
     The sources, from the lowest to the highest priority, are the defaults, the presets, the
     inherited values, and the command line. The preset of a method that was not inherited has
-    priority over inherited values. If a source sets a setting, but not the one that follows it,
-    this one gets the same value.
+    priority over inherited values. If a source sets a setting, but not the setting that follows it,
+    the source also sets the latter to the same value.
 
     Args:
         given: The values from the command line, by setting name.
@@ -367,7 +368,7 @@ def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[
     for origin, source in sources:
         followers = {name: source[setting.follows] for name, setting in declared.items()
                      if setting.follows in source and name not in source}
-        # A preset may have settings that only the other program declares.
+        # A preset may have settings that only another program declares.
         values |= followers | source
         origins |= dict.fromkeys(followers | source, origin)
     return values, origins
@@ -429,8 +430,8 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
                 env_settings) -> list[str]:
     """Checks the settings, and returns a list of error messages.
 
-    An error is a setting that was given but is not used by the selected method, a value that
-    violates a limit, or a conflict between settings.
+    There is a message for each given setting that the selected method does not use, for each value
+    that violates a limit, and for each conflict between settings.
 
     Args:
         declared: The declarations of all settings, by name.
@@ -444,7 +445,7 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
             problems.append(f"{flag(name)} is not read by --method {settings.method}")
     for name, value in values.items():
         if declared[name].has_followed(values):
-            continue  # an invalid value is reported once
+            continue  # report an invalid value only for the setting that is followed
         limits = [mark for mark in declared[name].marks if isinstance(mark, Limits)]
         for limit in [FINITE, *limits]:
             if name in reads and not limit.holds(value, settings):

@@ -1,4 +1,4 @@
-"""The setting --branch RUN@OUTPUT: start a new run from the outputs of an earlier run.
+"""The setting --branch RUN@OUTPUT, which starts a new run from the outputs of an earlier run.
 
 The new run copies all outputs of RUN that come before OUTPUT. Then it computes OUTPUT and all later
 outputs with the current settings and code.
@@ -89,7 +89,7 @@ def take(run, branch: str, now: dict) -> dict:
 
 
 def settings_of_run(branch: str) -> dict:
-    """Returns the settings of the run in --branch RUN@OUTPUT, the defaults of the new run."""
+    """Returns the settings of RUN in --branch RUN@OUTPUT, which are defaults of the new run."""
     config = Path(branch.rpartition("@")[0]) / "config.json"
     return read_json(config).get("settings", {}) if config.exists() else {}
 
@@ -97,8 +97,8 @@ def settings_of_run(branch: str) -> dict:
 def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str]:
     """Returns the settings that differ between two runs, as {name: "beta (0.1 -> 0.2)"}.
 
-    A missing setting has the value "-". A setting that has the value of the one that it follows in
-    both runs is left out.
+    A missing setting has the value "-". A setting that follows another setting is left out if both
+    settings have the same value in each of the runs.
     """
     changes = {}
     for name in sorted(before.keys() | now.keys()):

@@ -101,7 +101,7 @@ class Encoder:
         return self.template.render(plain_messages, add_generation_prompt)
 
     def ids_after(self, context: str, text: str) -> Ids:
-        """Returns the token ids of a text that follows a context, because they may depend on it."""
+        """Returns the token ids of a text that follows a context, which may affect the ids."""
         context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
         if ids[:len(context_ids)] != context_ids:
@@ -216,7 +216,10 @@ class Encoder:
         return sorted(last_first[:t.turns])
 
     def cut(self, t: Trajectory, replies: int) -> Trajectory:
-        """Returns a copy of the trajectory that is truncated after its first `replies` replies."""
+        """Returns a copy of the trajectory whose tokens end after its first `replies` replies.
+
+        A trajectory without further replies is returned unchanged.
+        """
         if replies >= t.turns:
             return t
         size = self.reply_ends(t)[replies - 1] + 1
@@ -292,7 +295,7 @@ def hard_conversation() -> list[dict]:
     return messages
 
 
-# Some templates write today's date into the prompt. They get this date instead, the default date in
+# Some templates write today's date into the prompt. It is replaced with this date, the default in
 # Llama 3's template, because agents should get the same prompt during and after training.
 DATE = datetime(2024, 7, 26)
 TODAY = re.compile(r"""strftime_now\s*\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
@@ -309,7 +312,8 @@ class Template:
         click[mug]<|im_end|>                                               a reply
         \n<|im_start|>user\nBought.<|im_end|>\n<|im_start|>assistant\n        an observation
 
-    Raises UsageError if the tokenizer has no chat template, or it cannot be split in this way.
+    Raises UsageError if the tokenizer has no chat template, or the template cannot be split in this
+    way.
     """
 
     # The comments show the values in the ChatML example above.

@@ -68,14 +68,14 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
                 return [f"(unknown: this repository has no commit {record['commit']})"]
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
-    # If both versions have the same commit, a file without a hash in one of them is as it was
-    # committed. If the commits differ, that version does not have the file.
+    # If both versions have the same commit, a file without a hash in one version is unchanged since
+    # the commit. If the commits differ, the version without a hash does not have the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 
 
 def hashes_in_commit(commit: str) -> dict[str, str]:
-    """Returns {file name: git blob hash} of all .py files in a commit, empty if it is unknown."""
+    """Returns {file name: git blob hash} of a commit's .py files, or {} for an unknown commit."""
     files = {}
     for line in git("ls-tree", "-r", commit).splitlines():
         kind, name = line.split("\t")

@@ -1,6 +1,6 @@
 """Entry point of the training programs: parses settings, runs a method, and reports errors.
 
-`python coevolve.py`, `python evolve.py` and `bash run.sh ENV` all call `main`.
+`python coevolve.py`, `python evolve.py` and `bash run.sh ENV` all call `run_program`.
 """
 
 import gc

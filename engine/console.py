@@ -52,7 +52,7 @@ def phrase(name: str, value, row: dict) -> str:
 
 
 def counted(n: int, name: str) -> str:
-    """Returns a count with a noun, which is given in plural, such as "1 reply" or "2 replies"."""
+    """Returns a count with a noun, such as "1 reply" or "2 replies". `name` is the plural noun."""
     if n == 1:
         name = f"{name[:-3]}y" if name.endswith("ies") else name.removesuffix("s")
     return f"{n:,} {name.replace('_', ' ')}"

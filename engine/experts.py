@@ -61,9 +61,10 @@ def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
 def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]) -> tuple | None:
     """Finds the first reply that the environment misreads after encoding and decoding.
 
-    Agents imitate the tokens of an expert, and the environment gets their decoded text. If this
-    text has other actions, the episode is played with it. The reply is misread if the episode then
-    ends with another reward. Returns the text of the reply and its decoded text, or None.
+    Agents imitate the tokens of an expert, and the environment gets the decoded text. If the
+    decoded text of a reply has a different action, the episode is run with the decoded replies. The
+    reply counts as misread if this episode ends with a different reward. Returns the original and
+    the decoded text of the reply, or None.
 
     Args:
         messages: The messages from the expert's first reply on.
@@ -83,7 +84,10 @@ def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]
 
 
 def evaluated_tasks(env: Environment, splits: tuple[str, ...]) -> set[str]:
-    """Returns the contents of the tasks in the evaluation splits. A task may have several ids."""
+    """Returns the contents of the tasks in the evaluation splits.
+
+    Contents are compared instead of ids, because the same task may have several ids.
+    """
     contents = set()
     for split in splits:
         for task in env.tasks(split):
@@ -125,7 +129,7 @@ def trained_on(model: Path, env: str) -> set[str]:
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the trajectory with the highest reward for each task, the first of equal ones."""
+    """Returns the first trajectory with the highest reward, for each task."""
     best = {}  # task -> trajectory
     for t in trajectories:
         if t.task not in best or better(t.reward, best[t.task].reward):

@@ -1,6 +1,6 @@
 """Forward passes on padded batches of trajectories, distributed over all ranks.
 
-How the trajectories are grouped into batches affects only the running time and rounding errors.
+The grouping of trajectories into batches affects only the running time and rounding errors.
 """
 
 import math
@@ -78,7 +78,8 @@ def fits_in_round(trajectories: list[Trajectory], tokens: int, ranks: int) -> bo
 
     All activations of a micro-batch have to stay in memory until the backward pass. Each rank has
     enough memory for one forward pass of `tokens` tokens, padding included. If `schedule_rounds`
-    splits a micro-batch into several smaller forward passes, they need no more memory together.
+    splits a micro-batch into several smaller forward passes, these together need no more memory
+    than that single forward pass.
     """
     return len(batch_by_length([len(t.ids) for t in trajectories], tokens)) <= ranks
 
@@ -95,7 +96,7 @@ def schedule_rounds(lengths: list[int], tokens: int, ranks: int) -> list[list[Pa
             batch size is 1.
 
     Returns:
-        A list of rounds, each with one forward pass per rank. The last round may have fewer.
+        A list of rounds, each with one forward pass per rank. The last round may have fewer passes.
     """
     if ranks == 1:
         return [[indices] for indices in batch_by_length(lengths, tokens)]

@@ -1,4 +1,4 @@
-"""Backends for generation, which write the agents' replies."""
+"""Backends for generation, which generate the replies of agents."""
 
 from collections.abc import Callable
 

@@ -46,7 +46,7 @@ COLUMN_MULTIPLE = 16
 class Slot:
     """An episode that occupies a row of the cache.
 
-    Each episode uses its own random number generator in all turns, so `reply.rng` identifies it.
+    An episode has the same random number generator in all turns, so `reply.rng` identifies it.
     """
     reply: Reply     # the reply of the current turn
     row: int         # the row's index in the cache

@@ -65,14 +65,14 @@ class Machine:
         self.ranks = self.accelerator.num_processes
         self.checkpointing = s.gradient_checkpointing
         # is_short(group_tokens) is True if the memory of the GPU is too small to train without
-        # gradient checkpointing. `plan` sets it for large models on GPUs.
+        # gradient checkpointing. `plan` replaces this function on GPUs, except with --model tiny.
         self.is_short = lambda group_tokens: False
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:
             self.tokens_per_forward = 8192 if gpu else 1024
 
     def plan(self, s: MachineSettings, config, parameters: int, keeps_reference: bool) -> None:
-        """Sets the number of CPU threads, and checks that the model can be trained on these GPUs.
+        """Sets the CPU thread count and `is_short`, and checks that the GPUs can train the model.
 
         Raises UsageError if the model is too large.
         """
@@ -174,8 +174,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
     # Expandable segments reduce memory fragmentation in the CUDA allocator.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # Turn off the attention kernels of cuDNN. These kernels need 0.1 s or more to prepare for each
-    # new input shape, which nearly every forward pass in training and every third decode step has.
+    # Turn off the attention kernels of cuDNN. They need 0.1 s or more to prepare for a new input
+    # shape, and nearly every forward pass in training and every third decode step has a new shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Turn off TF32, which NVIDIA's containers turn on. TF32 is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -258,8 +258,8 @@ def training_bytes(
     size = ModelSizes(config)
     states = (20 if keeps_reference else 16) * parameters / ranks
     stream = 2  # bytes per number in the residual stream
-    # Without FSDP2, the model runs under autocast, which caches a bf16 copy of the weights, and has
-    # the residual stream in fp32.
+    # Without FSDP2, the model runs under autocast, which caches a bf16 copy of the weights. The
+    # residual stream is in fp32.
     if ranks == 1:
         states += 2 * parameters
         stream = 4
@@ -316,7 +316,7 @@ def slots_that_fit(
         config: The config of the model.
         free: The free memory on the GPU in bytes, after the model was loaded.
         tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
-            takes as much memory as the longest one.
+            takes as much memory as one of this length.
         bf16: Whether the model runs in bf16. If False, it runs in fp32.
         prefill_tokens: The maximum number of tokens in a prefill pass, summed over its episodes.
     """
@@ -361,7 +361,8 @@ def check_torch() -> None:
 def has_gpu(devices: Path = Path("/dev")) -> bool:
     """Returns True if the machine has a GPU of NVIDIA or AMD. run.sh uses the same rule.
 
-    A container may have only some of the GPU devices, and WSL has none of them.
+    A container may have only some of these device files, and WSL has none, so that nvidia-smi is
+    tried, too.
     """
     if (devices / "kfd").exists() or any(devices.glob("nvidia[0-9]*")):
         return True

@@ -89,14 +89,14 @@ def print_once(text: str) -> None:
 
 
 def file_of(folder, name: str) -> str | None:
-    """Returns the local path of a model's file, or None. A file on the Hub is downloaded."""
+    """Returns the local path of a model's file, downloaded from the Hub if necessary, or None."""
     return cached_file(str(folder), name, _raise_exceptions_for_missing_entries=False,
                        _raise_exceptions_for_connection_errors=False)
 
 
 @cache
 def commit_of(name: str) -> str | None:
-    """Returns the commit hash of a model on the Hub, or None if `name` is a local folder.
+    """Returns the commit hash of a model on the Hub, or None for a folder or an unknown model.
 
     The result is cached, so this process uses one commit even if the model on the Hub is updated.
     """
@@ -283,7 +283,7 @@ class FusedRMSNorm(torch.nn.Module):
 
 
 def fuse_norms(model) -> int:
-    """Replaces each RMSNorm that has the formula of `FusedRMSNorm`, and returns their number."""
+    """Replaces each RMSNorm that has the formula of `FusedRMSNorm`, and returns the count."""
     count = 0
     for parent in [*model.modules()]:
         for name, norm in parent.named_children():
@@ -363,7 +363,7 @@ def layers(model) -> torch.nn.ModuleList:
 
 
 def unshared_layers(model) -> list[torch.nn.Module]:
-    """Returns the layers that do not share parameters with other layers, as those of Zamba do."""
+    """Returns the layers that share no parameters with other layers. In Zamba, some layers do."""
     uses = Counter()
     for layer in layers(model):
         uses.update(layer.parameters())
@@ -489,8 +489,8 @@ def load_sharded(accelerator, folder, recompute: bool):
 def make_inference_copy(model, dtype):
     """Returns an unsharded version of the model that is being trained, for inference.
 
-    It is the model itself if this is unsharded and `dtype` is fp32. Otherwise it is a full copy in
-    `dtype` on every rank.
+    It is the model itself if the model is unsharded and `dtype` is fp32. Otherwise it is a full
+    copy in `dtype` on every rank.
     """
     if dtype == torch.float32 and not isinstance(model, FSDPModule):
         return model.eval()
@@ -553,8 +553,8 @@ def write_model(model, encoder: Encoder, folder, weights: dict) -> None:
     model.save_pretrained(folder, state_dict=weights)
     tokenizer = encoder.tokenizer
     tokenizer.pad_token_id = model.generation_config.pad_token_id
-    # Save the chat template that the agent was trained with. It may differ from the model's,
-    # because today's date is replaced with a fixed date.
+    # Save the chat template that the agent was trained with. It may differ from that of the base
+    # model, because today's date is replaced with a fixed date.
     if encoder.template.text != tokenizer.get_chat_template():
         tokenizer.chat_template = encoder.template.text
     tokenizer.save_pretrained(folder)
@@ -565,12 +565,12 @@ def write_model(model, encoder: Encoder, folder, weights: dict) -> None:
 
 
 def saved_config(model) -> dict:
-    """Returns the content of an agent's config.json: that of its base model, with what has changed.
+    """Returns the config.json of an agent: that of its base model, with the fields that changed.
 
-    Whatever reads the base model can then read the agent, too. If this version of transformers
-    wrote all fields anew, other versions would not know some of them, and would silently use
-    defaults instead, for example for RoPE. The agent of a multimodal base model has the fields of
-    its language model.
+    Every program that can read the base model can then read the agent, too. If this version of
+    transformers wrote all fields itself, other versions would not know some of them, and would
+    silently use defaults instead, for example for RoPE. If the base model is multimodal, the agent
+    has the fields of its language model.
     """
     config = model.config
     base = config.name_or_path

@@ -3,7 +3,7 @@
 The loops in `coevolve.py` pass values from phase to phase. These values can be saved:
 
     list of trajectories    a .jsonl file, one trajectory per line
-    list of pairs           a .jsonl file; a line names two trajectories, and does not contain them
+    list of pairs           a .jsonl file whose lines name trajectories, but do not contain them
     list of dicts           a .jsonl file
     `Trained`               the folder of a model, with the logs of its training
     folder of a model       a copy of this folder, without its logs
@@ -66,7 +66,7 @@ class Saved(UserList):
 
     @classmethod
     def in_file(cls, file: Path, key: str, inputs: tuple) -> "Saved":
-        """Makes a list that is not read yet.
+        """Creates a list whose file is read at the first use.
 
         Args:
             key: The `content_hash` of the list.
@@ -114,7 +114,7 @@ class Phases:
         """
         Args:
             encoder: The `engine.chat.Encoder` of the base model.
-            options: The settings that only this environment has.
+            options: The settings that are specific to the environment.
             reads: The names of the settings that the method reads. Only they are recorded.
             backends: The backends of a new run, for its config.json; None for an existing run.
         """
@@ -128,8 +128,9 @@ class Phases:
         self.name = ""  # the name of the output that the current phase makes
         # Maps each output that this process has made or reused to its record in phases.json.
         self.done = {}
-        # Maps paths to keys that identify their content: for a model of this run, the cache key of
-        # the phase that trained it, for a base model from the Hugging Face Hub, its commit.
+        # Maps paths to keys that identify their content. The key of a model of this run is the
+        # cache key of the phase that trained it, and the key of a model from the Hugging Face Hub
+        # is its commit. The keys of all other paths are made of file hashes.
         self.keys = {}
         # Only the main rank needs the code version, because only this rank writes config.json.
         self.code = code_now() if self.main else None
@@ -223,15 +224,15 @@ class Phases:
             output: The name of the output, which is a file or a folder in the run's folder.
             phase: A function phase(run, *inputs, **parameters). It returns a value that can be
                 saved (see the top of this file), or a tuple of such a value and a dict of numbers
-                for phases.json. In distributed runs, all ranks call it, and have to return the
-                same.
+                for phases.json. In distributed runs, all ranks call it, and it has to return the
+                same on all of them.
             inputs: Lists of trajectories, pairs or dicts, files, folders of models, None, or lists
                 and dicts of these.
             parameters: Numbers and strings.
 
         Returns:
-            The folder of the output if it is a model. Otherwise a list (`Saved`). Whether the phase
-            ran or was skipped makes no difference.
+            The folder of the output if it is a model, and otherwise a list (`Saved`). The result is
+            the same whether the phase ran or was skipped.
         """
         path = self.folder / output
         self.name = output
@@ -308,7 +309,10 @@ class Phases:
         return None
 
     def reuse(self, output: str, cache_key: str, inputs: tuple) -> dict | None:
-        """Returns an earlier process's record of an output, or None if its cache key differs."""
+        """Returns the record of an output that an earlier process made with the same cache key.
+
+        Returns None if there is no such record.
+        """
         row = self.recorded.pop(output, None)
         if row is None:
             return None
@@ -326,7 +330,7 @@ class Phases:
         return row
 
     def prepare(self, path: Path) -> None:
-        """Creates the parent folder of an output, and removes files of an interrupted phase."""
+        """Creates an output's parent folder, and removes the files of an interrupted phase."""
         self.machine.wait()
         if self.main:
             # Remove result.json, because it must exist only in a finished run.
@@ -336,8 +340,7 @@ class Phases:
         self.machine.wait()
 
     def save(self, path: Path, value, inputs: tuple) -> None:
-        """Saves the value that a phase returned. All ranks call this function, and one rank writes.
-        """
+        """Saves a phase's value. Every rank has to call this method, but only one rank writes."""
         if isinstance(value, Trained):
             models.save(self.machine.accelerator, value.model, self.encoder, path)
             if self.main:

@@ -100,8 +100,8 @@ def pack_prefix_tree(trajectories: list[Trajectory]) -> tuple[Ids, list[int], li
     ids, position_ids = [], []
     paths = [[]] * len(trajectories)
     previous, path = [], []
-    # In lexicographic order, no earlier trajectory has a longer common prefix with a trajectory
-    # than the previous one.
+    # Visit the trajectories in lexicographic order. Of all earlier trajectories, the previous one
+    # then has the longest common prefix with the current one.
     for n in sorted(range(len(trajectories)), key=lambda n: trajectories[n].ids):
         own = trajectories[n].ids
         shared = common_prefix_length(previous, own)

@@ -41,7 +41,7 @@ class Run(Phases):
     def __init__(self, settings, options, method=None, make_env: Callable | None = None):
         """
         Args:
-            options: The settings that only this environment has.
+            options: The settings that are specific to the environment.
             method: The `common.settings.Method`. Without it, all settings count as read.
             make_env: A function that creates an environment, instead of the one that the settings
                 name.
@@ -194,7 +194,7 @@ class Run(Phases):
     def is_close(self, loss: float, expected: float) -> bool:
         """Returns True if a loss is the expected one except for rounding.
 
-        In bf16, the log-probability of a trajectory depends on its batch by several tenths of nats.
+        In bf16, the batch changes the log-probability of a trajectory by several tenths of a nat.
         """
         return abs(loss - expected) <= (0.1 if self.machine.bf16 else 0.001)
 

@@ -26,9 +26,9 @@ class Sampler:
     The distribution is softmax(logits / temperature), and the logits of suppressed tokens are -inf.
     With the default arguments, it is the model's own distribution over its whole vocabulary.
 
-    The GRPO loss also uses this distribution. With the model's own distribution, the probability of
-    suppressed tokens could only grow: GRPO decreases the probability of sampled tokens with a
-    negative advantage, and thereby increases that of all other tokens.
+    The GRPO loss also uses this distribution. With the model's own distribution, a negative
+    advantage would decrease the probability of the sampled tokens, and thereby increase that of
+    suppressed tokens. These are never sampled, so they get no advantage that could correct this.
 
     Args:
         temperature: The sampling temperature. If it is 0, decoding is greedy.
@@ -70,7 +70,7 @@ class Reply:
     # episodes in the batch.
     rng: random.Random
     ids: Ids = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)  # of each id; empty at temperature 0
+    log_probs: list[float] = field(default_factory=list)  # one per id; empty at temperature 0
     done: bool = False
 
 

@@ -27,8 +27,8 @@ PASS_BACKENDS = ("prefix_sharing", "padded")
 # The errors that a model raises if it does not support a backend.
 MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 RuntimeError, TypeError, ValueError)
-# Errors of the GPU, out of memory or of its driver. They are subclasses of RuntimeError, so they
-# have to be caught before MODEL_ERRORS.
+# Errors of the GPU: it is out of memory, or its driver fails. They are subclasses of RuntimeError,
+# so they have to be caught before MODEL_ERRORS.
 MACHINE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
@@ -109,12 +109,12 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     1. A long sequence, which has almost `longest` tokens.
     2. Another long sequence. Its first third is the same as in sequence 1.
     3. A short sequence of at most SHORT_TOKENS tokens.
-    4. A sequence of a third of `longest` tokens if it is longer than sequence 3, because some bugs
-       only occur at medium lengths.
+    4. A sequence of `longest` / 3 tokens, unless sequence 3 already has this length. Some bugs only
+       occur at medium lengths.
 
-    No other lengths are tested, because some models change their position embeddings beyond a
-    certain length (LongRoPE). If a test sequence grows beyond this length while its replies are
-    generated, even a correct backend may have a large error.
+    No other lengths are tested, because some models (LongRoPE) change their position embeddings
+    beyond a certain length. If a test sequence grew beyond this length while its replies were
+    generated, even a correct backend could have a large error.
     """
     rng = random.Random(0)
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))

@@ -10,17 +10,17 @@ from common.files import whole_lines
 from common.settings import UsageError
 from engine.chat import first_line
 
-# The names of training metrics in an experiment tracker, which are TRL's names.
+# Maps training metrics to their names in an experiment tracker, which are those of TRL.
 TRL_NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
          "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
          "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
 
 
 class Tracking:
-    """Logs the metrics of a run to metrics.jsonl, and to an experiment tracker if it has a name.
+    """Logs the metrics of a run to metrics.jsonl, and to the experiment tracker `name`, if given.
 
     The tracker shows `settings` as the configuration of the run. Raises UsageError if accelerate
-    does not support the tracker, it is not installed, or cannot start.
+    does not support the tracker, or if the tracker is not installed or cannot start.
     """
 
     def __init__(self, accelerator, folder: Path, name: str | None, settings: dict):

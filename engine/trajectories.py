@@ -45,10 +45,11 @@ def is_rows(value) -> bool:
 def content_hash(items: Iterable) -> str:
     """Returns the SHA-256 hash of the content of a list of trajectories, pairs or dicts.
 
-    It is the hash of the file that `write` writes, and of the trajectories that a pairs file names.
+    The hash covers the lines that `write` writes. For pairs, whose lines only name their
+    trajectories, it also covers the trajectories.
     """
     digest = hashlib.sha256()
-    hashes = {}  # id of a trajectory -> hash of its line, because it may be in several pairs
+    hashes = {}  # id(trajectory) -> hash of its line; a trajectory may be in several pairs
     for item in items:
         digest.update(line_of(item).encode())
         if isinstance(item, Pair):
@@ -90,7 +91,7 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
 
 
 def trajectories_in(value) -> Iterable[Trajectory]:
-    """Yields all trajectories in lists of trajectories, of pairs, and of such lists."""
+    """Yields all trajectories in a trajectory, a pair, or a nested list or dict of these."""
     if isinstance(value, Trajectory):
         yield value
     elif isinstance(value, Pair):
@@ -181,7 +182,7 @@ def row_of(pair: Pair) -> dict:
 
 
 def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
-    """Converts a line of a pairs file to a pair of two of the trajectories `by_name`.
+    """Converts a line of a pairs file to a pair of trajectories, which are looked up in `by_name`.
 
     Raises ValueError if a field is not valid, or if one of the trajectories does not exist.
     """
@@ -214,7 +215,7 @@ def trajectories_by_name(trajectories: Iterable[Trajectory]) -> dict[tuple, Traj
 def check_pairs(items: list, inputs: Iterable) -> None:
     """Raises ValueError if a trajectory of a pair is not in `inputs`, or is a changed copy.
 
-    The pairs could not be read again, because their file only names trajectories.
+    Such a pair could not be read from its file later, because the file only names trajectories.
     """
     pairs = [item for item in items if isinstance(item, Pair)]
     known = trajectories_by_name(trajectories_in(inputs)) if pairs else {}

@@ -12,8 +12,8 @@ Section numbers such as [Section 5.1] refer to the paper.
 
 To write a method of your own, write a function that calls phases, and add it to METHODS together
 with the settings that it reads. The shortest example is `rft`. It uses some phases of `coevolve.py`
-and two new ones, `explore_more` and `join_successes`. The arguments of phases are those of
-`coevolve.py`, and `played` are the agent's rollouts of the iteration.
+and two new ones, `explore_more` and `join_successes`. The arguments of phases have the same meaning
+as in `coevolve.py`. `played` contains the agent's rollouts of the iteration.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def explore_more(
     name: str,
     i: int,
 ) -> tuple[Trajectories, dict]:
-    """Samples additional rollouts for DART. Difficult tasks, in which many of the first rollouts
-    failed, get more of them. Their indices start at the number of first rollouts."""
+    """Samples additional rollouts for DART. A task gets more of them if many of its first rollouts
+    failed. Their indices continue those of the first rollouts."""
     s = run.settings
     episodes = []
     for expert, rollouts in by_task(experts, played):
@@ -198,8 +198,8 @@ def train_ppo(
 ) -> tuple[Trained | Model, dict]:
     """Trains an agent with PPO on its own trajectories of one iteration.
 
-    The KL term keeps the policy close to the agent after SFT. The number `kl` is the KL divergence
-    between the agent before this training and the agent after SFT, in nats per trajectory.
+    The KL term keeps the policy close to the agent after SFT. The number `kl` estimates the KL
+    divergence of the agent before this training from the agent after SFT, in nats per trajectory.
     """
     # 1. Group the rollouts by task.
     s = run.settings

@@ -69,8 +69,8 @@ def learn(run: Run) -> None:
 
 
 def lay_out(out: Path, agents: list[Path]) -> None:
-    """Links the files of the last agent into the folder `out`, and writes one training log there,
-    which joins the logs of all agents."""
+    """Links or copies the files of the last agent to the folder `out`, and writes a training log
+    there, which joins the logs of all agents."""
     for file in agents[-1].iterdir():
         if file.suffix != ".jsonl":
             files.remove(out / file.name)
@@ -103,7 +103,8 @@ def best(run: Run, file: Path) -> tuple[list[Trajectory], dict]:
 
 def others(run: Run, file: Path, experts: list[Trajectory],
            name: str) -> tuple[list[Trajectory], dict]:
-    """Returns the other trajectories of the agent `name`, of tasks with an expert trajectory."""
+    """Returns the trajectories of the agent `name` that did not become expert trajectories. Tasks
+    without an expert trajectory are left out."""
     lines = {t.task: t.rollout for t in experts}  # task -> line number of expert trajectory
     kept = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
@@ -117,7 +118,8 @@ def make_pairs(run: Run, experts: list[Trajectory],
     """Makes the preference pairs of Eq. (8).
 
     The failures of the first agent in the file are F_tgt, and those of the second agent and of
-    experts are F_fail. The failures of a single agent are paired with each other, as in D_fail.
+    experts are F_fail. If there is only one agent, all of these failures are paired with each
+    other, as in D_fail.
     """
     s = run.settings
     agents = [name for name in played if name != "expert" and played[name]]
@@ -156,7 +158,7 @@ def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], C
     """Reads a file with one trajectory per line. The rollout index of a trajectory is its line
     number.
 
-    Returns the trajectories with at most `most` tokens, and the number of longer ones. Raises
+    Returns the trajectories with at most `most` tokens, and a Counter of the dropped ones. Raises
     UsageError if a line is invalid, no trajectory is left, or the file has more than two agents.
     """
     trajectories = []

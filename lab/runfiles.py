@@ -100,8 +100,8 @@ def phases_with(phases: dict, *keys: str) -> list[dict]:
 
 
 def explorations_in(phases: dict) -> list[dict]:
-    """Returns the records of the phases in which the run's agents explored. The explorer in
-    `evolve.py` is not an agent of the run."""
+    """Returns the records of the phases in which the run's agents explored. Phases of the explorer
+    in `evolve.py` are not included, because it is not an agent of the run."""
     rows = phases_with(phases, "name", "episodes", "reward", "success", "hard_negative")
     return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
 

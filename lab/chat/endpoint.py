@@ -36,8 +36,8 @@ NO_REPLY = "(no reply)"  # sent instead of an empty message, which some servers 
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
          "completion_tokens")
 
-# HTTP statuses by their meaning. Any other status refuses the request: its messages, or all
-# messages.
+# HTTP statuses by their meaning. Any other status means that the endpoint refuses either these
+# messages or all requests.
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 OF_ALL_REQUESTS = {401, 402, 404, 407}  # key, payment, address and proxy
 OF_THE_BODY = {400, 422}  # possibly because of an optional field, see `Endpoint.bodies`
@@ -74,8 +74,8 @@ class Endpoint:
         path = "/chat/completions"
         self.url = url.rstrip("/").removesuffix(path) + path
         self.timeout = timeout  # maximum time until the next part of a response, in seconds
-        # The requests without their messages. Some models need another name of the token limit, or
-        # accept no temperature. Only the first of these bodies that is answered is kept.
+        # Request bodies without messages. Some models need another name for the token limit, or
+        # accept no temperature. Only the first body that the endpoint answers is kept.
         model = dict(model=name)
         limited = dict(model, max_tokens=max_tokens)
         renamed = dict(model, max_completion_tokens=max_tokens)
@@ -122,7 +122,7 @@ class Endpoint:
 
     def request(self, messages: list[dict]) -> tuple[str, dict]:
         """Sends a request without retries, and returns the reply and its usage. Until the first
-        answer, a request with a status in OF_THE_BODY is sent with each body."""
+        answer, a request that gets a status in OF_THE_BODY is sent again with the next body."""
         problems = []
         for body in self.bodies:
             response = self.post(body | dict(messages=messages))
@@ -157,7 +157,7 @@ class Endpoint:
 
     def keep(self, body: dict) -> None:
         """Keeps the body of an answered request for all later requests. Prints a message if it is
-        not the first body, because replies without temperature 0 are not greedy."""
+        not the first body, because replies to a body without temperature are not greedy."""
         if len(self.bodies) > 1 and body != self.bodies[0]:
             changes = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
             if "temperature" not in body:
@@ -222,7 +222,8 @@ def wait_of(response) -> float:
 # A tag that opens or closes reasoning content, such as <think>, </think>, [THINK], ◁think▷,
 # <seed:think>, <|begin_of_thought|>, <|END_THINKING|>, or Gemma 4's <|channel> and <channel|>. In
 # gpt-oss's harmony format, the header of the final channel closes the reasoning, and that of any
-# other channel opens it. A server that removes special tokens leaves only "assistantfinal" of it.
+# other channel opens it. If a server removes special tokens, "assistantfinal" is all that remains
+# of the final channel's header.
 # All repetitions in the pattern are bounded, so that a search takes linear time.
 NAME = r"[\w:.-]{0,20} (?:think|thought|reason|reflect) [\w:.-]{0,20}"
 TAG = re.compile(rf"""
@@ -252,8 +253,8 @@ OPENING = re.compile(rf"""(?:
 
 
 def contents(message: dict) -> tuple[str, bool]:
-    """Returns the text of a message, and True if another of its fields or parts has reasoning. A
-    lone surrogate in the text becomes the replacement character."""
+    """Returns the text of a message, and True if its other fields or parts have reasoning. A lone
+    surrogate in the text becomes the replacement character."""
     content = message.get("content") or ""
     fields = [value for name, value in message.items() if name not in ("role", "content")]
     reasons = any(isinstance(value, str) and value for value in fields)
@@ -268,8 +269,8 @@ def reply_in(text: str) -> tuple[str, bool]:
     """Extracts the reply from a text that may contain reasoning and control tokens.
 
     The reply starts after the last tag that closes reasoning. If reasoning is opened and not
-    closed, there is no reply. Control tokens before the reply are skipped, and the first one after
-    it is its end. Returns the reply, and True if the text has reasoning.
+    closed, there is no reply. Control tokens before the reply are skipped, and the next control
+    token ends the reply. Returns the reply, and True if the text has reasoning.
     """
     tags = [*TAG.finditer(text)]
     if tags and not tags[-1]["closes"]:

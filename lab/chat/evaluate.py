@@ -59,7 +59,7 @@ def evaluate(
     """Evaluates an agent on the tasks of a split, with --rollouts episodes per task.
 
     Returns the trajectories, and metrics averaged over all episodes. With several rollouts, `best`
-    and `best_success` are averages over the best rollouts of tasks.
+    and `best_success` are the mean reward and the success rate of the best rollouts of tasks.
     """
     s = run.settings
     episodes = []
@@ -95,7 +95,7 @@ class Paid:
         self.slots = run.settings.slots or SLOTS
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
-        self.first = threading.Lock()  # held by the conversation that gets the first answer
+        self.first = threading.Lock()  # held by the thread that waits for the first answer
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
         # The messages of the first answered request. The first row of answers.jsonl has them, too.
         self.answered = next((row["messages"] for row in self.rows.values() if "messages" in row),
@@ -141,11 +141,11 @@ class Paid:
         """Sends a request, and returns the reply and its usage. If the request is refused, checks
         if the endpoint refuses this conversation or all requests.
 
-        A request that was answered before is repeated. If it is refused as well, the endpoint
-        refuses all requests, for example because of an empty account, and nothing is recorded. If
-        it is answered, the refused request is sent once more, because the refusal may have been
-        temporary. Until the first answer, the opening of another conversation takes the place of
-        the answered request.
+        For this check, a request that was answered before is repeated. If the repetition is
+        refused, too, the endpoint refuses all requests, for example because of an empty account,
+        and nothing is recorded. If it is answered, the refused request is sent once more, because
+        the refusal may have been temporary. If no request was answered before, the opening of
+        another conversation is sent instead.
 
         Raises:
             Refused: The endpoint refuses this conversation, but not all requests.
@@ -168,7 +168,7 @@ class Paid:
         return reply, usage | dict(retries=usage["retries"] + 1)
 
     def other_opening(self, messages: list[dict]) -> list[dict] | None:
-        """Returns the opening of a conversation with other messages, or None if there is none."""
+        """Returns the opening of a conversation that differs from `messages`, or None."""
         openings = (opening() for opening in self.openings)
         return next((other for other in openings if other != messages), None)
 
@@ -203,8 +203,8 @@ class Paid:
         return cut
 
     def prompt_tokens(self, what: tuple, messages: list[dict]) -> int:
-        """Returns the length of a request in tokens. The endpoint has reported the number for the
-        messages of the conversation's last request. For the others, it is an estimate."""
+        """Returns the length of a request in tokens. Messages that were in the conversation's last
+        request count as the endpoint reported, and the length of newer messages is estimated."""
         count, row = self.last.get(what, (0, {}))
         counted = row.get("prompt_tokens", 0)
         new = messages[count if counted else 0:]
@@ -306,8 +306,8 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
 
     If the endpoint refuses a conversation at its first request, --refused stop ends the run with an
     error, and --refused zero ends the episode with reward 0. This also holds for a response without
-    a reply in any turn. If it refuses a later request, the context of the episode is full, because
-    the endpoint has answered the conversation before.
+    a reply in any turn. If the endpoint refuses a later request, the context of the episode counts
+    as full, because the endpoint has replied to the earlier messages.
     """
     s = run.settings
     paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens, s.timeout))
@@ -347,9 +347,9 @@ def stop_if_all(refused: list, conversations: list) -> None:
 
 
 def examples(run: Run) -> list[dict]:
-    """Returns the messages of the few-shot examples, whose number is --examples: the first
-    successful expert trajectories of tasks that the run does not evaluate. Only the first one
-    contains the environment's rules. With --protocol eto, the opening messages already have
+    """Returns the messages of the few-shot examples: the first --examples expert trajectories that
+    are successes, in tasks that the run does not evaluate. Only the first one contains the
+    environment's rules. With --protocol eto, there are no messages, because the opening already has
     examples."""
     env = run.env
     count = run.settings.examples

@@ -70,7 +70,7 @@ PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: Rows, signals: Rows) -> Rows:
-    """Returns proposed tasks like `evolve.find_tasks`, from the agent or from an endpoint."""
+    """Returns tasks that the agent (see `evolve.find_tasks`) or an endpoint has proposed."""
     if run.settings.explorer == "policy":
         return evolve.find_tasks(run, i, agent, task_set, signals)
     contexts = []

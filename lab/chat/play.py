@@ -31,7 +31,7 @@ from lab.runfiles import command, config_of, phases_of, way_of
 
 
 class Encoder(chat.Encoder):
-    """An encoder that uses a reply that the person typed unchanged, even if the agent's tokens
+    """An encoder that leaves a reply that the person typed unchanged, even if the agent's tokens
     cannot express it exactly."""
     typed = ""  # the person's reply in this turn, or "" for the agent's reply
 
@@ -40,8 +40,8 @@ class Encoder(chat.Encoder):
 
 
 def proposer(folder: Path, config: dict, encoder: Encoder, stops: tuple[str, ...]) -> Callable:
-    """Returns a function that returns the token ids and the text of the agent's greedy reply in a
-    trajectory. `config` is the content of the run's config.json."""
+    """Returns a function propose(trajectory), which generates the agent's greedy reply, and returns
+    its token ids and its text. `config` is the content of the run's config.json."""
     s = SimpleNamespace(**config["settings"])
     machine = Machine(s)
     dtype = torch.bfloat16 if machine.bf16 else torch.float32

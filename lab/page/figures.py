@@ -64,20 +64,20 @@ def curve(ax, x, y, **style) -> None:
 
 
 def means(points: list[tuple]) -> np.ndarray:
-    """Returns (2, n), x and y of at most `POINTS` means of consecutive points."""
+    """Averages consecutive points to n <= POINTS points, and returns their x and y, (2, n)."""
     groups = np.array_split(np.array(points, dtype=float), min(len(points), POINTS))
     return np.array([group.mean(0) for group in groups]).T
 
 
 def shifted(points: list[tuple], n: int, count: int) -> list[tuple]:
-    """Shifts curve number n of `count` curves to the right, because equal curves would hide each
-    other. Points are (x, y, ...)."""
+    """Shifts curve n of `count` curves to the right, because equal curves would hide each other.
+    Points are (x, y, ...)."""
     return [(x + n * min(0.1, 0.6 / count), *rest) for x, *rest in points]
 
 
 def label(ax, title: str, x: str = "", y: str = "") -> None:
     """Writes the labels of a panel. Its y axis goes below 0 only if a curve does, because a reward
-    or a rate is never below 0. Intervals are cut off there."""
+    or a rate is never below 0. Intervals around the curves are cut off at 0."""
     ax.set(title=title, xlabel=x, ylabel=y)
     # The caps of error bars are lines without a line style.
     curves = [line for line in ax.lines if line.get_linestyle() != "None"]
@@ -130,7 +130,7 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
         drawing, axes = figure(len(panels), width=3.6, height=2.6)
         for ax, (title, curves) in zip(axes, panels.items()):
             for n, (name, points) in enumerate(sorted(curves.items())):
-                # Of two equal curves, both are seen: the later one is dashed.
+                # The later of two equal curves is dashed, so both are visible.
                 curve(ax, *means(points), label=visible(name), linestyle=LINES[n % len(LINES)])
             label(ax, title, "step")
         if "" not in curves:  # the last panel has one named curve per kind of pair

@@ -37,7 +37,7 @@ FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
 # The keys of a trajectory that the page includes
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
-# A row that has all these keys is a trajectory, or a pair.
+# A row with all keys in EPISODE is a trajectory, and a row with all keys in PAIR is a pair.
 EPISODE = {"task", *KEPT} - {"raw_reward"}
 PAIR = {"task", "kind", "chosen", "rejected"}
 
@@ -155,8 +155,9 @@ def pairs_in(run: Path, phases: dict, recorded: dict) -> Iterator[dict]:
     for row in rows_in(run / recorded["output"]):
         if PAIR <= row.keys():
             rows[name_of_pair(row)] = row
-    # Of the agents whose margins.jsonl has only these pairs, the one with the most was trained on
-    # them, because one agent's pairs may be a part of another's.
+    # Find the agent that was trained on these pairs. Its margins.jsonl contains no other pairs. If
+    # this holds for several agents, it is the one with the most pairs, because the pairs of one
+    # agent may be a subset of another agent's pairs.
     trains, margins = "", {}
     for phase in phases_with(phases, "name", "steps"):
         logged = rows_in(run / phase["output"] / "margins.jsonl")
@@ -176,8 +177,8 @@ def interest(runs, target: str) -> tuple:
 
     1. Explored tasks come before tasks that were only evaluated.
     2. Tasks with a lower best reward of the target agent in the last iteration come first. Tasks
-       that it has not played are sorted like solved ones.
-    3. Then tasks with a better failure come first.
+       that this agent has not played are sorted like solved tasks.
+    3. Of tasks that are still equal, those with a higher reward of a failure come first.
     """
     played = [r for r in runs if r["agent"] != "expert"]
     explored = [r for r in played if not r["from"].startswith("eval")]
@@ -189,8 +190,8 @@ def interest(runs, target: str) -> tuple:
 
 
 def instructions(runs: dict[str, dict]) -> dict[str, str]:
-    """Returns a short text of each task: the parts of its opening messages that occur in at most
-    half of the tasks, or the end of the opening if all parts are common."""
+    """Returns a short text for each task: the parts of its opening messages that occur in at most
+    half of the tasks, or the end of these messages if all parts are more common."""
     openings = {}  # task -> pieces of the task's opening messages
     counts = Counter()
     for task, of_task in runs.items():

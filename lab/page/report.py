@@ -76,11 +76,11 @@ def close(run: Path) -> None:
 
 
 def tables(run: Path) -> list[Table]:
-    """Returns the tables of the evaluations, of each other kind of phase, and of the totals."""
+    """Returns a table of the evaluations, one for each other kind of phase, and one of totals."""
     phases = phases_of(run)
     evals = evaluation_records(run, phases)
     evaluated = {row["output"] for row in evals}
-    kinds = defaultdict(list)  # the records of all phases that called a function, by its name
+    kinds = defaultdict(list)  # name of a function -> the records of its phases
     total = Counter()
     for output, row in phases.items():
         if output not in evaluated:

@@ -69,8 +69,8 @@ def code_changes(run: Path, others) -> list[str]:
 
 def first_difference(before: Path, after: Path) -> str:
     """Returns the name of the first output that two runs have and that differs between them, with
-    the difference. Evaluations are left out, because `--method evaluate` gives the name of the
-    first one to that of any agent."""
+    the difference. Evaluations are left out, because `--method evaluate` saves the evaluation of
+    any agent under the name of a run's first evaluation."""
     others = phases_of(after)
     for output, record in phases_of(before).items():
         if output in others and "split" not in record:
@@ -132,8 +132,8 @@ def weight_change(before: Path, after: Path) -> list[str]:
 
 
 def episode_changes(pairs: list[tuple[dict, dict]]) -> str:
-    """Returns the number of episodes that differ in messages or reward, as a text. There is one
-    pair of evaluations per seed, which may follow different iterations."""
+    """Returns the number of episodes that differ in messages or reward, as a text. `pairs` has two
+    evaluations for each seed, which may be from different iterations."""
     sampling = text_of("sampling", pairs)
     if " - " in sampling:
         return f"not compared: {sampling}"

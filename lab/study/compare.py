@@ -69,7 +69,7 @@ def write_report(
         evals = numbers.evaluation_rows(runs)
         last[env] = numbers.after_the_last(evals)
         pairs = compared or pairs_of(runs)
-        of_shares = [("coevolve", "eto")] if compared else pairs  # the paper has the first one
+        of_shares = [("coevolve", "eto")] if compared else pairs  # the pair in the paper's Table 2
         of_env = [
             states(runs),
             last_table(last[env], pairs),
@@ -153,8 +153,8 @@ def table(
     facts: tuple[str, ...] = (),
 ) -> Table:
     """Returns a table with the means of measures over seeds, and the differences between the arms
-    in `compared`. There is a row for each arm or pair of arms, and values of the `keys`. A column
-    for each key in `facts` lists its values."""
+    in `compared`. There is one row for each combination of an arm, or a pair of arms, and values of
+    the `keys`. For each key in `facts`, a column lists its values in the runs of the row."""
     cells = []
     for name, values, group in numbers.single(rows, keys) + numbers.paired(rows, compared, keys):
         texts = [numbers.text_of(fact, group) for fact in facts]

@@ -20,7 +20,7 @@ ETO_SFT = "--method eto --lambda-sft {lambda_sft} --pair-weights instruction"
 # The settings of each arm of the first system, coevolve.py. A value in braces is taken from the
 # `coevolve` or `evolve` run with the same seed (see `taken_from`):
 # - {steps}: optimiser steps of the target agent per iteration, averaged over the `coevolve` run
-# - {lambda_sft}: value of --lambda-sft in the `coevolve` run, unless the study has a value
+# - {lambda_sft}: value of --lambda-sft in the `coevolve` run, unless --eto-lambda-sft is given
 # - {tasks}: number of tasks at the end of the `evolve` run
 FIRST = {
     "coevolve": "--method coevolve",
@@ -52,8 +52,8 @@ SECOND = {
     "evolve-unverified": "--method evolve --verify false",
     **{f"evolve-only-{signal}": f"--method evolve --signals {signal}" for signal in SIGNALS}}
 ARMS = FIRST | SECOND
-# The primary comparisons of a study are in reward on `test`, with a correction for their number.
-# Comparisons with a baseline of the paper have one rollout per task, as in the paper.
+# The primary comparisons of a study, of the rewards on `test`. Their p values are corrected for
+# multiple tests. Baselines of the paper are compared with one rollout per task, as in the paper.
 PRIMARY = [("coevolve-one", "eto-one"), ("coevolve", "eto-sft-steps"),
            ("coevolve-one", "positive-one"), ("coevolve", "frozen")]
 # Pairs of arms (a, b). A report prints the difference a - b of each pair.
@@ -73,7 +73,7 @@ COMPARED = [(a, b) for a, b in dict.fromkeys(COMPARED) if a != b]
 
 
 def method_of(arm: str) -> str:
-    """Returns the value of --method in an arm's settings, "positive" for "positive-steps"."""
+    """Returns the value of --method of an arm, for example "positive" for "positive-steps"."""
     return ARMS[arm].split()[1]
 
 
@@ -127,8 +127,8 @@ def training_phases(phases: dict) -> list[dict]:
 
 
 def is_target(row: dict, phases: dict) -> bool:
-    """Returns True if a phase trained or played the target. The phases of `evolve.py` record no
-    name, and it has no other agent."""
+    """Returns True if a phase trained or played the target. A record without a name is from
+    `evolve.py`, whose only agent is the target."""
     target = target_of(phases)
     return row.get("name", target) == target
 
@@ -158,7 +158,7 @@ def grouped(given: list[tuple[str, Path]]) -> dict[str, Runs]:
     """Groups runs, given as (name, folder), by environment, name and seed.
 
     The runs may have any settings, and may be unfinished. Raises UsageError if two runs in an
-    environment evaluate other splits, or have the same name and seed.
+    environment evaluate different splits, or have the same name and seed.
     """
     envs = defaultdict(lambda: defaultdict(dict))
     splits = {}  # environment -> (its first run, --eval-splits of this run)
@@ -222,8 +222,8 @@ def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
     """Returns the settings in which arms differ, as tuples (setting, arm, its values as text).
 
     A setting is compared between the arms whose methods read it. In the other arms, and in runs
-    whose program did not have the setting, its value is "-". A setting that has the value of the
-    one that it follows in all runs is left out.
+    whose program did not have the setting, its value is "-". A setting that follows another
+    setting is left out if both settings have the same value in each of the runs.
     """
     settings = {}  # arm -> settings of each of its runs
     for arm, by_seed in runs.items():

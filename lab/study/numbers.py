@@ -1,8 +1,8 @@
 """Computes the numbers of a report on several runs.
 
 A row is a dict with the arm and the seed of a run, and with measures such as `reward`. A measure is
-a list with one entry per environment, and usually a single one. The entry has the values of the
-tasks, (N,), or is a number. The value of a measure is the mean over environments of the means over
+a list with one entry for each environment, usually only one. An entry is an array with one value
+per task, (N,), or a number. The value of a measure is the mean over environments of the means over
 tasks.
 """
 
@@ -69,7 +69,7 @@ def paired(rows: list[dict], compared: list[tuple[str, str]], keys: list[str]) -
 
 
 def text_of(key: str, group: list[tuple]) -> str:
-    """Returns the values of a key in a group. Different values of a seed are joined with " - "."""
+    """Returns the values of a key in a group. If the rows of a seed differ, " - " joins them."""
     texts = {}
     for rows in group:
         texts[" - ".join(dict.fromkeys(str(row[key]) for row in rows))] = None
@@ -85,9 +85,9 @@ def interval(group: list[tuple], measure: str) -> dict:
 
     Returns:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
-        t interval over seeds. One seed has no t interval, so `half` is None. If the measure has the
-        values of tasks, `low` and `high` are the bounds of the `bootstrap` interval. `ahead` exists
-        for differences, and is the number of seeds on which the first arm is larger.
+        t interval over seeds. One seed has no t interval, so `half` is None. If the measure has one
+        value per task, `low` and `high` are the bounds of the `bootstrap` interval. A difference
+        also has `ahead`, the number of seeds on which the first arm is larger.
     """
     values = []
     for row, *others in group:
@@ -130,14 +130,14 @@ def t_quantile(df: int) -> float:
 
 
 def p_value(lead: dict) -> float:
-    """Returns the p value of the paired t test over seeds of a difference, given by `interval`."""
+    """Returns the p value of a paired t test over seeds. `lead` is a difference from `interval`."""
     df = lead["n"] - 1
     standard_error = lead["half"] / t_quantile(df)
     return float(np.interp(abs(lead["mean"]) / max(standard_error, 1e-12), *t_distribution(df)))
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Returns p values corrected for their number with Holm's method, in the same order."""
+    """Returns the p values, corrected for multiple tests with Holm's method, in the same order."""
     p = np.array(p_values)
     order = p.argsort()
     p[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
@@ -148,8 +148,8 @@ def bootstrap(values: list[list]) -> dict:
     """Computes the 95% percentile bootstrap interval of the mean over seeds and tasks.
 
     Each sample draws seeds and tasks with replacement. All seeds of a sample have the same tasks,
-    because all runs evaluate the same tasks. The measure of a difference has the differences of
-    single tasks, so both arms have the same tasks, too.
+    because all runs evaluate the same tasks. Differences are computed per task before the sampling,
+    so both arms have the same tasks, too.
     """
     seeds = drawn(len(values), 0)                                                 # (B, S)
     total = 0
@@ -175,7 +175,8 @@ def evaluation_rows(runs: Runs) -> list[dict]:
 
     `agent` is "target" for the target (see `runfiles.target_of`), and otherwise the agent's name.
 
-    Raises UsageError if two runs evaluate different tasks of a split, which have no difference.
+    Raises UsageError if two runs evaluate different tasks of a split, because differences between
+    runs are computed task by task.
     """
     rows = []
     first = {}  # split -> (the first file of its evaluations, the tasks in this file)
@@ -203,7 +204,7 @@ def evaluation_rows(runs: Runs) -> list[dict]:
 
 
 def sampling(settings: dict, rollouts: int) -> str:
-    """Returns how the episodes of an evaluation were sampled, such as "temperature 0.7, 5
+    """Describes how the episodes of an evaluation were sampled, such as "temperature 0.7, 5
     rollouts". Training methods evaluate with greedy decoding, whatever --temperature is."""
     temperature = settings["temperature"] if settings["method"] in evaluate.METHODS else 0
     text = f"temperature {temperature}" if temperature else "greedy"
@@ -253,7 +254,7 @@ def costs(runs: Runs) -> list[dict]:
 
 
 def explored(run: Path, agent: str = "") -> list[dict]:
-    """Returns the trajectories that the agents of a run explored, or only those of `agent`."""
+    """Returns the trajectories of a run's exploration phases, by all agents or only by `agent`."""
     rows = []
     for phase in explorations_in(phases_of(run)):
         if agent in ("", phase["name"]):
@@ -316,7 +317,7 @@ def distances_of(runs: Runs) -> list[dict]:
 
 def distances(rows: list[dict], embed) -> dict[str, float]:
     """Returns the mean cosine distance, 1 - cos, between any two failures of a task, for each task
-    with at least two failures. Trajectories without action tokens have no embedding."""
+    with at least two failures. Trajectories without action tokens are skipped."""
     vectors = defaultdict(list)
     for row in rows:
         if row["reward"] < SOLVED and any(row["action_mask"]):

@@ -69,7 +69,7 @@ def make_runs(
     with ThreadPoolExecutor(jobs) as pool:
         for seed, arm in itertools.product(seeds, arms):
             started[seed, arm] = pool.submit(make_run, seed, arm)
-        # Python can miss a signal at the start of a wait for threads, so the main thread sleeps.
+        # Python can miss a signal that arrives as it starts to wait for threads, so poll instead.
         while not all(run.done() for run in started.values()):
             time.sleep(0.5)
     for run in started.values():
