@@ -2,8 +2,8 @@
 
 The file is a JSON list, as published by ETO (Song et al. 2024) and IPR (Xiong et al. 2024), or has
 JSON lines, as written by a run of this project. The opening of a trajectory is its prompt and its
-first observation. A trajectory is rejected if its opening differs from the opening of the same task
-in our environment, because its task must then be a different one.
+first observation. The opening must be the same as that of the task in our environment. If the two
+openings differ, the trajectory was made on a different task.
 """
 
 import json
@@ -233,8 +233,8 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
 def published_task(env: Environment, name: str) -> str:
     """Converts a published id, such as webshop_17 or sciworld_0_12, to the id of a training task.
 
-    The last number is that of the task. In ScienceWorld it is the variation, and the number before
-    it is the index of the task type.
+    The last number in a published id identifies the task. In ScienceWorld, it is the variation, and
+    the number before it is the index of the task type.
     """
     form = "ETO's ids have the form webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):
