@@ -127,8 +127,8 @@ def compare(task: str, changes: list[dict]) -> dict:
 def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
     """Returns {table: Counter of its rows} for the given apps, and the answer.
 
-    The package's own comparison only compares the number of changes and the hashes that the
-    episode saved. Two episodes with the same number of different changes would look equal.
+    The package's own comparison skips a table with equally many changes in both episodes, and
+    otherwise compares hashes that the episodes saved. Different changes could thus look equal.
     """
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection

@@ -22,7 +22,7 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
 DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # options of prctl
 # Limits of an isolated process (our choice)
-SIZE = 128 << 20      # maximum size of a file, and of all files in writable folders together, bytes
+SIZE = 128 << 20      # maximum bytes in a file, and in all files in writable folders together
 MAX_FILES = 10_000    # maximum number of files and folders in writable folders
 MAX_OPEN = 256        # maximum number of open files
 MAX_THREADS = 200     # maximum number of threads
