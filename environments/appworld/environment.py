@@ -47,8 +47,8 @@ class AppWorld(Environment):
     def __init__(self, view: str = "full", appworld_root: str | None = None,
                  appworld_reward: str = "all"):
         super().__init__(view)
-        # The prompt is also used in the short view. It is left out there only for the tiny model,
-        # which never plays AppWorld.
+        # Unlike in other environments, the short view keeps the prompt. The tiny model, which would
+        # not need the prompt, never plays AppWorld.
         self.prompt = PROMPT
         python = data.interpreter()
         if appworld_root:

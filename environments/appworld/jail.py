@@ -5,7 +5,8 @@ empty at first. It has no network. It cannot see other processes, start new ones
 
 The isolation needs Linux, because it uses namespaces and a seccomp filter for system calls. The
 library libseccomp installs the filter. A user who is not root also needs permission to create user
-namespaces. `enter` raises an OSError that names the step if a step of the isolation is not allowed.
+namespaces. If the machine does not allow a step of the isolation, `enter` raises an OSError that
+names the step.
 """
 
 import ctypes

@@ -58,8 +58,8 @@ class Bfcl(Environment):
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
         super().__init__(view)
-        # The prompt is also used in the short view. It is left out there only for the tiny model,
-        # which never plays BFCL.
+        # Unlike in other environments, the short view keeps the prompt. The tiny model, which would
+        # not need the prompt, never plays BFCL.
         self.prompt = PROMPT
         self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
