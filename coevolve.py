@@ -84,9 +84,9 @@ def coevolve(run: Run) -> None:
 
         pairs = [pair for pair in pairs if pair.chosen.reward > 0.5]
 
-    Such a line runs at each start, and the next phase runs again only if its input is another one.
-    A change in the code of a phase is not noticed. Then start a new run: give another --out, or
-    --branch RUN@OUTPUT.
+    Such a line runs at each start, and the next phase runs again only if its input has changed.
+    Changes in the code of a phase are not detected. After such a change, start a new run with
+    another --out or with --branch RUN@OUTPUT.
     """
     s = run.settings
     once = run.once
@@ -358,7 +358,10 @@ def joined(
     experts: Trajectories,
     made: list[tuple[Pairs, list[str]]],
 ) -> tuple[Pairs, dict]:
-    """Joins the pairs of all tasks, and counts the pairs by kind and the reasons without a pair."""
+    """Joins the pairs of all tasks.
+
+    Also returns the number of pairs of each kind, and how often each reason for a drop occurred.
+    """
     pairs = []
     dropped = Counter()
     for expert, (of_task, reasons) in zip(experts, made, strict=True):
@@ -467,7 +470,8 @@ def train_dpo(
     """Trains an agent on its pairs with DPO, Eq. (7), or with Eq. (9) if the lambdas are given.
 
     Without pairs, the model is left unchanged. `after_sft` is the agent after SFT, the reference
-    model with --reference sft. If the number of optimiser steps is 0, --dpo-epochs determines it.
+    model with --reference sft. `steps` is the number of optimiser steps. If it is 0, --dpo-epochs
+    determines the number.
     """
     s = run.settings
     groups, dropped = preference_groups(pairs, experts, s, run.encoder)
@@ -573,9 +577,9 @@ def sft(run: Run) -> None:
 def eto(run: Run) -> None:
     """Runs ETO, "a DPO-only baseline" [Section 5.1]: the loop without the failure agent.
 
-    The target has the pairs and the loss of co-evolution, so that a flag adds the SFT term
-    (--lambda-sft). By default, this method sets lambda_sft to 0, and the weights of all pairs to 1,
-    which makes them the pairs and the loss of ETO.
+    The pairs and the loss are computed as in co-evolution, so --lambda-sft can add the SFT term. By
+    default, this method sets lambda_sft to 0 and the weights of all pairs to 1, which gives the
+    pairs and the loss of ETO.
     """
     s = run.settings
     once = run.once

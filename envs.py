@@ -42,7 +42,7 @@ class Step:
 
 
 class Interaction:
-    """What an episode needs of an environment.
+    """The part of an environment that an episode uses.
 
     One object runs one episode at a time. Episodes are deterministic: the same task and the same
     replies must always give the same observations and rewards. If the environment itself fails, for
@@ -319,7 +319,7 @@ class Environment(Interaction):
         """Returns help for a person who plays the episode.
 
         The list has the actions that are available now. The text describes the formats of all
-        other actions, one format per line.
+        other actions.
         """
         return [], ""
 

@@ -276,7 +276,7 @@ def load_moments(model, optimizer, file: Path) -> None:
 
 
 def moments_of(model, optimizer) -> dict:
-    """Returns AdamW's moments. All ranks must call this function, because they may be sharded."""
+    """Returns AdamW's moments. All ranks must call this, because the moments may be sharded."""
     # Before the first update, there are no moments to save. get_optimizer_state_dict would then run
     # an extra optimiser step to create moments, so it is not called.
     if not optimizer.state:
@@ -492,8 +492,8 @@ def find_signals(run: Run, task_set: Rows, played: list[Path], i: int) -> tuple[
 
     `played` has the trajectory file of each segment so far. Only one of them is in memory at a
     time. A row has the kind of the signal (`signal`), the task, the evidence, and the flag
-    `picked`. The numbers are those of signals and of picks of each kind (`picks`), and of different
-    action patterns in the segment (`patterns`).
+    `picked`. The second return value has the number of signals of each kind, the number of picks of
+    each kind (`picks`), and the number of distinct action patterns in the segment (`patterns`).
     """
     # 1. Collect the trajectories of the segment and their action patterns.
     s = run.settings
@@ -755,14 +755,16 @@ def refusal(
     texts: list[set[str]],
     near_text: float,
 ) -> str | None:
-    """Returns the reason for refusing a candidate, or None if it passes all checks but the replay.
+    """Runs all checks of a candidate except the replay of its solution.
+
+    Returns the reason for refusing the candidate, or None if it passes.
 
     Args:
         keys: The keys of the tasks in D. Two tasks with the same key are the same task.
         texts: The words of each new task in D, as one set per task.
         near_text: A candidate is refused if the Jaccard similarity between its words and those of
-            another new task reaches this threshold. It is the number of words in both texts,
-            divided by the number of words in at least one of them.
+            another new task reaches this threshold. The similarity is the number of words in both
+            texts, divided by the number of words in at least one of them.
     """
     definition = candidate["task"]
     if definition is None:  # the explorer model's output could not be parsed as a task
@@ -785,7 +787,7 @@ def refusal(
 
 def tells(text: str, solution: list[str]) -> bool:
     """Returns True if the text of a task contains a line of its solution, such as an action with
-    its argument. Only letters and digits are compared. Short lines, such as "submit", may occur."""
+    its argument. Only letters and digits are compared. Short lines like "submit" are ignored."""
     squeezed = squeeze(text)
     lines = [squeeze(line.removeprefix("Action:")) for reply in solution
              for line in reply.splitlines()]

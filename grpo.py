@@ -149,7 +149,8 @@ def k3(d: Tensor) -> Tensor:
 def k2(d: Tensor) -> Tensor:
     """Computes d^2 / 2, (A,).
 
-    If tokens are sampled from pi, its expected gradient is that of the per-token KL(pi || pi_ref).
+    If tokens are sampled from pi, the expected gradient of this term is the gradient of the
+    per-token KL(pi || pi_ref).
     """
     return d ** 2 / 2
 
@@ -186,8 +187,9 @@ def update(
         options: Further arguments of `dpo.train`.
 
     Returns:
-        The number of tasks with advantages (`groups`), the log of `dpo.train` (`updates`), the
-        `sampler_mismatch`, and `kl`, the estimate of KL(pi_old || pi_ref) in nats per trajectory.
+        A dict with the number of tasks with advantages (`groups`), the log of `dpo.train`
+        (`updates`), the result of `sampler_mismatch` (`sampler`), and the estimate of
+        KL(pi_old || pi_ref) in nats per trajectory (`kl`).
     """
     # 1. Group the trajectories by task.
     of_task = defaultdict(list)  # task id -> its trajectories

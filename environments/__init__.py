@@ -1,8 +1,8 @@
 """Finds and creates environments. Each folder next to this file contains one environment, which has
 the name of the folder.
 
-The file `__init__.py` of such a folder defines the class `Options`. It imports no extra package.
-The packages that the environment itself needs are imported when the environment is created.
+The file `__init__.py` of such a folder defines the class `Options`, and imports no optional
+packages. The packages that an environment needs are imported only when the environment is created.
 """
 
 import re
@@ -70,8 +70,8 @@ def converse(env: Environment, observation: str,
     Args:
         env: The environment, after a call of `reset` or `start`.
         observation: The first observation.
-        act: A function that takes an observation and returns a reply. If it raises Stuck or
-            StopIteration, the episode ends there with a reward of 0.
+        act: A function that takes an observation and returns a reply. If the function raises Stuck
+            or StopIteration, the episode ends with the reward 0.
     """
     messages = env.opening(observation)
     for turn in range(1, env.max_turns + 1):
@@ -89,7 +89,8 @@ def converse(env: Environment, observation: str,
 
 
 def replay(env: Environment, task, replies: list[str]) -> list[Step]:
-    """Plays an episode of a task's value with fixed replies, and returns the steps."""
+    """Plays an episode of the task with this value, with the given replies, and returns its steps.
+    """
     env.start(task)
     steps = []
     for reply in replies[:env.max_turns]:
@@ -100,7 +101,7 @@ def replay(env: Environment, task, replies: list[str]) -> list[Step]:
 
 
 def saying(replies: Iterable[str]) -> Callable[[str], str]:
-    """Returns an agent for `converse` that ignores the observations and gives these replies."""
+    """Returns a function `act` for `converse`, which returns the given replies one by one."""
     remaining = iter(replies)
     return lambda observation: next(remaining)
 

@@ -63,7 +63,7 @@ class EtoEnvironment:
     """Wraps one of our environments so that its episodes are the same as in ETO's code.
 
     Args:
-        inner: The environment to wrap. It has every attribute that this class does not define.
+        inner: The environment to wrap. Attributes that this class does not define are read from it.
         instruction: The first message to the agent, which states the rules.
         examples: The example conversations. The prompt contains them when the agent acts, but not
             when it is trained.
@@ -83,7 +83,7 @@ class EtoEnvironment:
         return getattr(self.inner, name)
 
     def reset(self, task: str) -> str:
-        # Not the `reset` of `inner`, which would not call the `start` of this class.
+        # Do not call inner.reset, because it would call inner.start instead of self.start.
         return self.start(self.find(task))
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
@@ -168,7 +168,7 @@ class EtoInterCodeSQL(EtoEnvironment):
         return step
 
 
-# {name of an environment: (its wrapper, start of the names of its files in the prompt folder)}
+# {name of an environment: (wrapper class, start of the names of its files in the prompt folder)}
 WRAPPERS = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
             "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
 

@@ -1,9 +1,9 @@
 """Reads expert trajectories (demonstrations) from a file.
 
-The file is a JSON list, as ETO (Song et al. 2024) and IPR (Xiong et al. 2024) publish it, or has
-JSON lines, as a run of this project writes them. The opening of a trajectory is its prompt and its
-first observation. It must be the same as in an episode of our environment. Otherwise the trajectory
-belongs to another task.
+The file is a JSON list, as published by ETO (Song et al. 2024) and IPR (Xiong et al. 2024), or has
+JSON lines, as written by a run of this project. The opening of a trajectory is its prompt and its
+first observation. The opening must be the same as that of the task in our environment. If the two
+openings differ, the trajectory was made on a different task.
 """
 
 import json
@@ -22,7 +22,7 @@ from envs import Environment
 MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajectories (task, "
         "messages of role and content, reward; experts.jsonl, for example), of this environment's "
         "tasks")
-# Other fields of a run's trajectories. Only "turns" and "ended" are used here.
+# Optional fields of a run's trajectories. Only "turns" and "ended" are used here.
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
           "turns", "idle", "ended", "signal")
 # {role in a file of either format: role in a chat template}
@@ -37,10 +37,10 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
 
     Args:
         env: The environment.
-        file: The path of the file, or None for the scripted expert. If that gets stuck, the reward
-            is 0.
+        file: The path of the file, or None for the scripted expert. If the scripted expert gets
+            stuck, the reward is 0.
         count: The number of tasks to use, or 0 for all tasks.
-        dropped: A counter {reason: number of entries} of the entries that are left out.
+        dropped: A counter {reason: number of entries}, which counts the entries left out.
         report: A function that prints a line for the user.
     """
     if not file:
@@ -75,8 +75,8 @@ def read_experts(path: str, env: Environment, report: Callable[[str], None] | No
                  ) -> list[tuple[str, list[dict], float]]:
     """Reads a file of expert trajectories, and returns (task id, messages, reward) for each entry.
 
-    The messages are empty if the context window was full before the agent's first reply. `report`
-    prints the number of entries that have no reward.
+    The messages are empty if the context window was full before the agent's first reply. An entry
+    without a reward gets the reward 1, and `report` prints the number of such entries.
     """
     with reading(f"--experts {path}", MUST):
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -100,8 +100,8 @@ def read_experts(path: str, env: Environment, report: Callable[[str], None] | No
 def read_entry(entry: dict, env: Environment) -> tuple[str, list[dict], float]:
     """Returns (task id, messages, reward) of an entry in either file format.
 
-    Raises an exception in `user_files.FAULTS` if the entry is not an expert trajectory of this
-    environment.
+    Raises one of the exceptions in `user_files.FAULTS` if the entry is not an expert trajectory of
+    this environment.
     """
     # 1. Read the task, the messages and the reward, from either file format.
     if "conversations" in entry:
@@ -140,7 +140,8 @@ def never_replied(row: dict) -> bool:
 def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a required field is missing, or if the row has an unknown field.
 
-    An unknown field may, for example, mark messages that the model should not be trained on.
+    Unknown fields are not ignored, because a field may change the meaning of the row. For example,
+    it may mark messages that the model should not be trained on.
     """
     for name in required:
         if name not in row:
@@ -161,7 +162,7 @@ def read_turns(turns: list[dict], role: str, text: str, *optional: str, roles=RO
         roles: A dict {role in the file: role in a chat template}.
 
     Raises:
-        ValueError: If a message is malformed. The error text has its number, counted from 1.
+        ValueError: A message is malformed. The error names the message by its number, from 1.
     """
     messages = []
     for n, turn in enumerate(turns, 1):
@@ -199,7 +200,7 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
     """Converts a published entry, and returns (task id, messages, reward).
 
     If the entry has no reward, the reward is 1. The opening of our episodes replaces the opening of
-    the conversation. With --protocol eto, it keeps the rules in the entry.
+    the conversation. With --protocol eto, the rules in the entry are kept.
     """
     # 1. Read the messages. A loss mask in the file must select all replies and nothing else,
     # because training always computes the loss on exactly these tokens.
@@ -232,8 +233,8 @@ def read_published(entry: dict, env: Environment) -> tuple[str, list[dict], floa
 def published_task(env: Environment, name: str) -> str:
     """Converts a published id, such as webshop_17 or sciworld_0_12, to the id of a training task.
 
-    The last number is that of the task. In ScienceWorld it is the variation, and the number before
-    it is the index of the task type.
+    The last number in a published id identifies the task. In ScienceWorld, it is the variation, and
+    the number before it is the index of the task type.
     """
     form = "ETO's ids have the form webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):
@@ -269,8 +270,9 @@ def opening_difference(env: Environment, messages: list[dict],
 
 
 def comparable(env: Environment, text: str) -> str:
-    """Returns a text without heading, upper case, extra whitespace and matches of `env.drawn_anew`.
+    """Normalises a text for a comparison.
 
-    A real WebShop server changes these matches each time it starts.
+    Removes the heading, extra whitespace and all matches of `env.drawn_anew`, and converts the text
+    to lower case. `drawn_anew` matches text that a real WebShop server changes at each start.
     """
     return " ".join(re.sub(env.drawn_anew, "", without_heading(text.strip())).lower().split())

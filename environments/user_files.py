@@ -14,7 +14,7 @@ FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, Recursion
 
 @contextmanager
 def reading(where: str, must: str):
-    """Converts any exception in FAULTS to a UsageError. This function is a context manager.
+    """Context manager that converts any exception in FAULTS to a UsageError.
 
     Args:
         where: The flag, the file and the position in the file, for the error message.
@@ -32,7 +32,7 @@ def read_json(path: Path):
 
 
 def text_in(value) -> str:
-    """Returns a value that is a string, and raises ValueError for any other value."""
+    """Returns `value` if it is a string, and raises ValueError otherwise."""
     if not isinstance(value, str):
         raise ValueError(f"{json.dumps(value)[:40]} is not a string")
     return value
@@ -44,8 +44,8 @@ def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Call
 
     Args:
         folder: The folder of the task lists (--split-file), or None to return `rule` unchanged.
-        rule: The default splits. "validation" keeps its tasks, except those in one of the lists.
-        names: A dict {split: NAME} of the splits that the lists NAME_indices.json replace.
+        rule: The default splits. Tasks in one of the lists are removed from "validation".
+        names: A dict {split: NAME}. The list NAME_indices.json replaces the default split.
         read: A function that converts an entry of a list to a task, or to None to skip it.
         must: The expected content of a list, for the error message.
     """

@@ -127,8 +127,8 @@ def compare(task: str, changes: list[dict]) -> dict:
 def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
     """Returns {table: Counter of its rows} for the given apps, and the answer.
 
-    The package's own comparison only compares the number of changes and the hashes that the
-    episode saved. Two episodes with the same number of different changes would look equal.
+    The package's own comparison skips a table with equally many changes in both episodes, and
+    otherwise compares hashes that the episodes saved. Different changes could thus look equal.
     """
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection
@@ -146,7 +146,9 @@ def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[d
 
 
 def write_changes(task: str, name: str, changes: dict) -> str:
-    """Writes the changes of an episode to the folder where the package reads them, and returns it.
+    """Writes the changes of an episode to the folder where the package reads them.
+
+    Returns the path of this folder.
     """
     folder = Path(ROOT, "experiments/outputs", name, "tasks", task, "dbs")
     folder.mkdir(parents=True)
@@ -193,7 +195,7 @@ def visible_paths(task: str | None, truth: bool) -> list[str]:
 
 
 def run_fork(line: int, report: int, do: str, task: str | None) -> None:
-    """Does one job in a forked process.
+    """Runs one job in a forked process.
 
     Args:
         line: File descriptor of the socket for requests and answers.

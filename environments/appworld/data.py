@@ -135,7 +135,7 @@ def specs(root: Path, key: str) -> dict:
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:
-    """Returns the changes {file name: text} that turn the shared databases into a start state."""
+    """Returns the start state of a task, as changes {file name: text} to the shared databases."""
     folder = root / "data/tasks" / key / "dbs"
     return {file.name: file.read_text() for file in sorted(folder.iterdir())}
 

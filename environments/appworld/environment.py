@@ -47,7 +47,9 @@ class AppWorld(Environment):
     def __init__(self, view: str = "full", appworld_root: str | None = None,
                  appworld_reward: str = "all"):
         super().__init__(view)
-        self.prompt = PROMPT  # in the short view, too, because the tiny model never plays AppWorld
+        # Unlike in other environments, the short view keeps the prompt. The tiny model, which would
+        # not need the prompt, never plays AppWorld.
+        self.prompt = PROMPT
         python = data.interpreter()
         if appworld_root:
             root = data.checked_path(Path(appworld_root).resolve())

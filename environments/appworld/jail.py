@@ -5,7 +5,8 @@ empty at first. It has no network. It cannot see other processes, start new ones
 
 The isolation needs Linux, because it uses namespaces and a seccomp filter for system calls. The
 library libseccomp installs the filter. A user who is not root also needs permission to create user
-namespaces. If the machine does not allow a step of the isolation, an OSError names the step.
+namespaces. If the machine does not allow a step of the isolation, `enter` raises an OSError that
+names the step.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
 DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # options of prctl
 # Limits of an isolated process (our choice)
-SIZE = 128 << 20      # maximum size of a file, and of all files in writable folders, in bytes
+SIZE = 128 << 20      # maximum bytes in a file, and in all files in writable folders together
 MAX_FILES = 10_000    # maximum number of files and folders in writable folders
 MAX_OPEN = 256        # maximum number of open files
 MAX_THREADS = 200     # maximum number of threads
@@ -50,7 +51,7 @@ DENIED = (
 # the comparison: NOT_EQUAL is x != a, and MASKED is (x & a) == b.
 DENIED_IF = (
     ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # keep the effect of `die_with_parent`
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # would undo `die_with_parent`
     ("prctl", 0, MASKED, INT, SET_SECCOMP),      # installs another filter, see above
     ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
     ("prlimit64", 2, NOT_EQUAL, 0, 0))           # changes resource limits, see above
@@ -74,7 +75,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> No
     user = FIRST_USER + os.getpid() % 4_000 if os.geteuid() == 0 else None
     seccomp = ctypes.CDLL("libseccomp.so.2")
     separate(user is not None)
-    die_with_parent()  # again, because entering a user namespace has cleared the first call
+    die_with_parent()  # again, because entering a user namespace resets this setting
     build_root(visible, own, user)
     if process := os.fork():
         # The client only notices the end of the new process if no other copy of its sockets exists.
@@ -84,7 +85,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> No
             os.write(report, b"ended")
         os._exit(0)
     os.close(report)
-    os.setsid()  # so that a signal to the process group reaches no other episode
+    os.setsid()  # a signal to the process group then does not reach other episodes
     set_limits(megabytes, user)
     drop_privileges(user)
     die_with_parent()

@@ -73,8 +73,8 @@ class Judge:
         result = test(task, changes)
         if "error" not in result:
             return result["passed"] / result["tests"]
-        # If the test of the unchanged start state also returns an error, judging does not work on
-        # this machine. Otherwise the package cannot read the agent's changes.
+        # Test the unchanged start state. If this also returns an error, judging does not work on
+        # this machine. Otherwise the error is due to the agent's changes, and the reward is 0.
         result = test(task, data.start_changes(self.root, task["start"]))
         if "error" in result:
             raise EnvError(f"appworld: {task['start']} can't be judged: {result['error']}")
@@ -87,7 +87,8 @@ class Judge:
         key = repr(task)
         if key not in self._traces:
             trace = self.trace(task, task["code"])
-            # Only the task's solution was run, so the machine may be overloaded.
+            # The solution may have exceeded the time limit because the machine is overloaded. The
+            # agent's code is not the cause, because it was not run here.
             if trace.process_error is not None:
                 raise EnvError(
                     f"appworld: the code of a task made on {task['start']} did not run to its end: "

@@ -19,7 +19,7 @@ SECONDS = 20          # time limit of the code in one reply, in seconds
 MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
 GRACE_SECONDS = 5     # seconds that a process has to stop code that reached its time limit
 START_SECONDS = 900   # time limit for starting the server, a forked process or an episode
-JUDGE_SECONDS = 120   # time limit of a judgement, because it executes SQL saved by an episode
+JUDGE_SECONDS = 120   # time limit of a judgement, which executes SQL that an episode has saved
 MAX_ANSWER = 16 << 20  # maximum size of an answer in bytes, such as all changes of an episode
 MAX_OUTPUT = 20_000   # maximum number of characters of an observation
 
@@ -58,7 +58,7 @@ class Server:
                 "which a container's root may lack")
 
     def begin(self, request: dict, files: list[int]) -> int:
-        """Makes the server fork a process, and returns a pidfd, its file descriptor.
+        """Makes the server fork a process, and returns a pidfd of the new process.
 
         Args:
             request: The job of the new process. It must fit into one packet.
@@ -90,7 +90,7 @@ class Server:
 
 
 class IsolatedProcess:
-    """An isolated process, which does one job.
+    """An isolated process that runs one job.
 
     Args:
         server: The server that forks the process.

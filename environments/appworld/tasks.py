@@ -48,8 +48,8 @@ class TaskGenerator:
         """Makes a candidate from an episode, with a text generated from the template.
 
         The solution is the code of the replies up to a random reply that changed something in the
-        apps, without code that raised an error. Returns a list with the candidate, or [] if no
-        reply changed anything.
+        apps, except code that raised an error. Returns a list with the candidate, or [] if no reply
+        changed anything or the template describes none of the changes.
         """
         start = self.env.find(task)["start"]
         parts = [code for code in codes(replies) if COMPLETES not in calls_of(code)]
@@ -79,7 +79,7 @@ class TaskGenerator:
         return self._candidate(self.env.find(task)["start"], proposal["query"], parts)
 
     def key(self, task: dict) -> str:
-        """Returns the start state and the code, with variables renamed to name0, name1 and so on.
+        """Returns a key: the start state, and the code with variables renamed to name0, name1, ...
         """
         tree, names = tree_of("\n".join(task.get("code", ()))), {}
         for node in ast.walk(tree):

@@ -66,7 +66,8 @@ def parse_calls(reply: str) -> list[dict | str]:
 
     The calls are in blocks of the form <tool_call>...</tool_call>, or else in blocks of the form
     ```json ... ```. If the reply has neither form, it is parsed as one block. A block contains one
-    call or a JSON list of calls. Reasoning that ends with </think> is skipped.
+    call or a JSON list of calls. Reasoning that ends with </think> or starts with <think> is
+    skipped.
 
     Returns:
         A list of the calls {name, arguments}, in order, with an error message in place of each
@@ -177,7 +178,10 @@ class Simulators:
         return not isinstance(call, str) and not problem(call) and call["name"] in self.functions
 
     def run(self, call: dict | str) -> str:
-        """Executes an item of `parse_calls`, and returns the result as text, as in bfcl-eval."""
+        """Executes one item of a list that `parse_calls` has returned.
+
+        Returns the result as text, as in bfcl-eval.
+        """
         error = call if isinstance(call, str) else problem(call)
         if error:
             return f"Error: {error}"
@@ -227,8 +231,7 @@ def _in_order(result):
 
 
 def _count_paths(files) -> int:
-    """Counts paths below the root and the current directory, until there are more than MAX_PATHS.
-    """
+    """Counts the paths below the root and the current directory, and stops above MAX_PATHS."""
     count, remaining = 0, [files.root, files._current_dir]
     while remaining and count <= MAX_PATHS:
         inside = getattr(remaining.pop(), "contents", {}).values()
@@ -253,8 +256,8 @@ def json_of(result: str):
 def script(calls: list[list[dict]]) -> list[str]:
     """Returns the replies of the scripted expert, which makes the given calls in each turn.
 
-    Each reply contains one call, or several if a turn has more than MAX_REPLIES calls. Then the
-    expert ends the turn with a reply in words.
+    Each reply contains one call, or several calls if the turn has more than MAX_REPLIES calls. The
+    last reply of each turn is in words, and ends the turn.
     """
     replies = []
     for turn in calls:

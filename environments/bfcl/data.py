@@ -14,7 +14,7 @@ from importlib.resources import files
 from common.files import read_jsonl
 from common.settings import UsageError
 
-PACKAGE = "bfcl-eval==2026.3.23"  # pinned, because other versions have other ground truths
+PACKAGE = "bfcl-eval==2026.3.23"  # pinned, because the ground truths differ between versions
 
 try:
     if version("bfcl-eval") != PACKAGE.partition("==")[2]:
@@ -79,7 +79,7 @@ def functions(start: str) -> dict[str, dict]:
 
 
 def prose(document: dict) -> str:
-    """Returns the description of a function without that of the simulator, which precedes it."""
+    """Returns a function's description without the simulator's description at its start."""
     return document["description"].rpartition("Tool description: ")[2].strip()
 
 

@@ -51,14 +51,16 @@ class Bfcl(Environment):
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
-    # A turn has MAX_REPLIES replies with calls, and one reply in words. `start` multiplies this by
-    # the number of turns in the task.
+    # A turn has at most MAX_REPLIES replies with calls, and one reply in words. `start` multiplies
+    # this number by the number of turns in the task.
     max_turns = MAX_REPLIES + 1
 
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
         super().__init__(view)
-        self.prompt = PROMPT  # in the short view, too, because the tiny model never plays BFCL
+        # Unlike in other environments, the short view keeps the prompt. The tiny model, which would
+        # not need the prompt, never plays BFCL.
+        self.prompt = PROMPT
         self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
 
@@ -124,7 +126,7 @@ class Bfcl(Environment):
 
 
 def message_of_user(env: Bfcl, names) -> str:
-    """Returns the user's message in the current turn, after the documents of these functions."""
+    """Returns the documents of the named functions, followed by the user's message in this turn."""
     text = env._task["turns"][env._turn]
     if not names:
         return text

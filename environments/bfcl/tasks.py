@@ -36,8 +36,8 @@ class TaskGenerator:
             for task in tasks(category).values():
                 self.functions |= functions(task["start"])
                 self.texts |= {*map(words_of, task["turns"])}
-                # Store the calls without default arguments and without the start state. A new
-                # task must not have the same calls as an existing one, whatever its start state.
+                # Store the calls without default arguments and without the start state. A new task
+                # with the calls of an existing task is refused even if the start states differ.
                 self.solutions.append(self._without_defaults(task))
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
@@ -53,7 +53,8 @@ class TaskGenerator:
         The solution consists of a random call of the episode and the useful earlier calls, see
         `useful`. The first candidate has the whole solution in one turn. The second candidate
         divides the solution into two or three turns. Each of these turns, except the last turn,
-        ends with a call that changed a state, so there may be no second candidate.
+        ends with a call that changed a state. If no call before the last one changed a state, there
+        is no second candidate.
         """
         start = self.env.find(task)["start"]
         made = list(successful_calls(start, replies))

@@ -31,8 +31,8 @@ class Options(ProtocolOptions):
         # rejected_ends: If the DPO loss includes the end-of-turn tokens of rejected replies, 43% of
         # the episodes end in a reply that does not stop (docs/studies.md).
         #
-        # sft_epochs, sft_lr: These values were chosen with seeds 0 to 2, so that agents can still
-        # improve after SFT. The success rates after SFT are:
+        # sft_epochs, sft_lr: We chose these values in runs with seeds 0 to 2, to leave room for
+        # improvement after SFT. The success rates after SFT are:
         #     seeds 0 to 2: `validation` 0.39 to 0.41, `test` 0.40 to 0.41, `unseen` 0.44 to 0.45
         #     seeds 3 to 5, not used for this choice: `test` 0.40 to 0.41, `unseen` 0.43
         # With seeds 0 to 2, 29% to 41% of the failures are hard negatives.

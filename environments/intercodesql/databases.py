@@ -51,8 +51,8 @@ _BESIDE_CODE = re.compile(r"""
 _READS = re.compile(
     r"[\s(]*(?:select|with|desc|describe|explain|show\s+(?:full\s+)?(?:tables|columns|fields|index|"
     r"indexes|keys|databases|create\s+table))\b", re.I)
-# Code that can wait, acquire locks, remove the time limit, or show the queries of other users. A
-# server lets a read-only user run it, but we reject it.
+# Code that can wait, acquire locks, remove the time limit, or show the queries of other users. We
+# reject such code, because a server allows it even for a read-only user.
 _FORBIDDEN = re.compile(
     r"/\*|@@|\binto\s+(?:outfile|dumpfile)\b|\bfor\s+(?:update|share)\b|\block\s+in\s+share\b|"
     r"\b(?:information_schema|performance_schema)\s*\.|"
@@ -82,7 +82,7 @@ def read_only_error(sql: str) -> str | None:
 def refusal(sql: str) -> str | None:
     """Returns None if an agent's query can be sent to a server, and otherwise an error text.
 
-    The privileges and limits on the server stop a harmful query that this check does not detect.
+    The server's privileges and limits stop a harmful query that this check does not detect.
     """
     if error := read_only_error(sql):
         return error
@@ -231,7 +231,7 @@ def _rounding(function):
     return _of_number(lambda x: x if isinstance(x, int) else float(function(x)))
 
 
-# Mathematical functions that some builds of sqlite lack. They are used only there.
+# Mathematical functions that some builds of sqlite lack. They are used only with such builds.
 MATH_FUNCTIONS = {
     "ceil": (1, _rounding(math.ceil)), "ceiling": (1, _rounding(math.ceil)),
     "floor": (1, _rounding(math.floor)), "sqrt": (1, _of_number(math.sqrt)),
@@ -267,8 +267,8 @@ class Sqlite:
     """
 
     def __init__(self, name: str, script: str):
-        # A cached statement would continue the step count of its first execution, so a repeated
-        # query would reach VM_STEPS too early.
+        # Statements are not cached, because a cached statement would continue the step count of its
+        # first execution, and a repeated query would reach VM_STEPS too early.
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
         try:
@@ -452,7 +452,7 @@ class MySQL:
 
     def close(self):
         connection, self._connection = self._connection, None
-        # With `unbuffered_active`, PyMySQL would fetch all other rows before it closes.
+        # If `unbuffered_active` stayed True, PyMySQL would fetch all remaining rows before closing.
         if connection and connection._result:
             connection._result.unbuffered_active = False
         if connection and connection.open:
@@ -464,8 +464,8 @@ class MySQL:
         limit = (f"max_statement_time = {SECONDS}"
                  if "MariaDB" in self._connection.get_server_info() else
                  f"max_execution_time = {1000 * SECONDS}")
-        # In the default mode of MySQL's image, which has ONLY_FULL_GROUP_BY, more than a tenth of
-        # the gold queries fail.
+        # In MySQL's default SQL mode, which includes ONLY_FULL_GROUP_BY, more than a tenth of the
+        # gold queries fail.
         self._connection.query(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}, "
                                "SESSION sql_mode = 'NO_ENGINE_SUBSTITUTION'")
 
@@ -492,8 +492,8 @@ class MySQL:
     def _checked(self, action):
         """Returns the result of `action`.
 
-        If the server or the connection fails, the method closes the connection, and raises
-        UsageError if the user lacks a privilege, and otherwise EnvError.
+        If the server or the connection fails, the method closes the connection. It then raises
+        UsageError if the server has denied access to the user, and otherwise EnvError.
         """
         where = f"{server_of(self._url)}, database {self.name}"
         try:
@@ -508,7 +508,7 @@ class MySQL:
 
 
 def driver():
-    """Returns the module pymysql, which only --mysql-url needs."""
+    """Imports and returns the module pymysql, which only --mysql-url needs."""
     try:
         import pymysql
     except ImportError as error:

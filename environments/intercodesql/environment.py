@@ -86,7 +86,8 @@ class InterCodeSQL(Environment):
     def check(self, splits: list[str]) -> str:
         """Runs all gold queries of some splits of InterCode's data, and counts those that fail.
 
-        A failing gold query has an empty result, so an answer without rows earns 1.
+        If a gold query fails, its result counts as empty, so an answer without rows earns 1. Raises
+        UsageError if more than MOST_FAILURES of the gold queries fail.
         """
         if self.data.tables:  # the databases are generated
             return ""
@@ -158,10 +159,10 @@ class InterCodeSQL(Environment):
 
 
 def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
-    """Returns the rows of a gold query, and [] if it is invalid, as in InterCode's code.
+    """Returns the rows of a gold query, or [] if the query is invalid, as in InterCode's code.
 
-    Raises EnvError if the query exceeded a limit or lacked a privilege. Its correct result is then
-    unknown.
+    Raises EnvError if the query exceeded a limit or lacked a privilege, because its correct result
+    is then unknown.
     """
     gold = database.execute(question["gold"])
     if isinstance(gold, list):
@@ -205,7 +206,8 @@ def parse_sql_reply(reply: str) -> str | None:
     """Parses the action of a reply, as InterCode does for its ReAct agents.
 
     If the text after the first "Action:" contains the word "submit", the action is "submit".
-    Otherwise, it is the first line of the first ```sql block. Returns None if there is none.
+    Otherwise, the action is the first line of the first ```sql block. Returns None if there is no
+    such block, or if it is empty.
     """
     action = reply.partition("Action:")[2]
     if "submit" in action:

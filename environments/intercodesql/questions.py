@@ -160,8 +160,9 @@ def question_families(text: str) -> list[tuple[int, str, str]]:
     return families
 
 
-# Question families are drawn in proportion to their weights, the numbers at the start of the lines.
-# The question of each family is followed by its gold query. The placeholders are:
+# SIMPLE, COMPOUND and LONG are lists of question families. Within a list, families are drawn in
+# proportion to their weights, the numbers at the start of the lines. The question of each family is
+# followed by its gold query. The placeholders are:
 #   {t}              table
 #   {n}              label column of {t}
 #   {a}, {b}         numeric columns of {t}
@@ -291,8 +292,8 @@ def sql_data() -> SQLData:
 
 
 def schema_key(script: str) -> frozenset:
-    """Returns a key of the schema that a script creates, which ignores the order of tables and
-    columns."""
+    """Returns a key of the schema that a script creates. The key does not depend on the order of
+    tables and columns."""
     return frozenset(frozenset(re.findall(r"\w+", line))
                      for line in re.findall(r"CREATE TABLE .*", script))
 
@@ -301,8 +302,9 @@ def worth_asking(run, gold: str) -> bool:
     """Returns True if a gold query is suitable for a question.
 
     The result must have at least one row and at most 300 characters as text, and its first value
-    must not be NULL. Without the WHERE clause, the result must differ. A gold query that returns
-    several rows may return at most 70% as many rows as the query without the clause.
+    must not be NULL. If the query has a WHERE clause, the result must differ from that of the query
+    without this clause and all text after it. If the result has several rows, there must be at most
+    70% as many as without the clause.
 
     Args:
         run: Function that runs a query and returns its rows.
@@ -334,7 +336,8 @@ def sql_expert(gold: str, thoughts: bool):
         gold: Gold query.
         thoughts: True for replies in the form of ReAct, with a thought before each action.
     """
-    # The other 3 of an episode's 10 turns are SHOW TABLES, the gold query and the submission.
+    # The expert describes at most 7 tables. The other 3 of an episode's 10 turns are SHOW TABLES,
+    # the gold query and the submission.
     needed = tables_of(gold)[:7]
     turns = [("I should see which tables there are.", "SHOW TABLES")]
     for table in needed:

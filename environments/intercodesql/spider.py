@@ -92,9 +92,9 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
 
     Args:
         dump: Path of the dump.
-        admin_url: The address with a user that can create databases and users, and whose password
-            is in MYSQL_ADMIN_PWD.
-        mysql_url: The address with the start of the names of the new users, whose password is in
+        admin_url: The address with a user that can create databases and users. The password of this
+            user is in MYSQL_ADMIN_PWD.
+        mysql_url: The address with the start of the new users' names. Their password is in
             MYSQL_PWD.
 
     Returns:

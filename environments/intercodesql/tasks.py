@@ -71,7 +71,7 @@ class TaskGenerator:
         self.training = {question["db"] for question in env.splits["train"].values()}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Returns the families of all queries in an episode that returned rows."""
+        """Returns the families of all SELECT queries of an episode that returned rows."""
         return {self.family(sql) for sql in self._successful(self.env.find(task)["db"], replies)}
 
     def family(self, sql: str) -> str:
@@ -87,7 +87,7 @@ class TaskGenerator:
                       flags=re.I)
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Makes a candidate from each query that returned rows and that a family matches."""
+        """Makes a candidate from each SELECT query that returned rows and that matches a family."""
         db = self.env.find(task)["db"]
         questions = [self.question(db, sql, rng) for sql in self._successful(db, replies)]
         return [self.proposal(*question, db) for question in questions if question]

@@ -17,10 +17,10 @@ class Options(ProtocolOptions):
 
     presets = {
         "": dict(expert_min_reward=1.0, slots=16),  # every slot has its own simulator
-        # These values were chosen on the validation split with seeds 0 to 2. They give the highest
-        # success rate after SFT among three candidates, and agents can still improve after SFT. The
-        # candidates have the following success rates after SFT, and the following fractions of hard
-        # negatives among the failures:
+        # sft_epochs, train_tasks: We chose these values on the validation split with seeds 0 to 2.
+        # Of three candidates, they give the highest success rate after SFT, and agents can still
+        # improve after SFT. The success rates after SFT, and the fractions of hard negatives among
+        # the failures, are:
         #     these values (100 expert trajectories, 10 epochs): 0.22 to 0.27, and 32%
         #     60 expert trajectories instead: 0.18 to 0.27, and 27% to 36%
         #     4 epochs instead: 0.12 to 0.22, and 38%

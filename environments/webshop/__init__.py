@@ -18,10 +18,10 @@ class Options(ProtocolOptions):
     split_file: OldFile = None
 
     presets = {
-        # The values for the model "tiny" have the following reasons.
+        # These are the reasons for some of the values for the model "tiny".
         #
-        # sft_epochs, sft_lr: These values were chosen with seeds 0 to 2, so that agents can still
-        # improve after SFT. The success rates after SFT are:
+        # sft_epochs, sft_lr: We chose these values in runs with seeds 0 to 2, to leave room for
+        # improvement after SFT. The success rates after SFT are:
         #     seeds 0 to 2: `validation` 0.32 to 0.35, `test` 0.32 to 0.33, `unseen` 0.22 to 0.26
         #     seeds 3 to 5, not used for this choice: `test` 0.32 to 0.34, `unseen` 0.24 to 0.25
         # With seeds 0 to 2, 65% to 69% of the failures in exploration are hard negatives.

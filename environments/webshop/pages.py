@@ -35,15 +35,16 @@ class Page:
 
 
 class Shop(Environment):
-    """The base class of the built-in WebShop and of a real server.
+    """The base class of the built-in WebShop and of the client for a real server.
 
     Texts and rules are the same as in WebShop's official text environment, with two exceptions.
     First, a search is only valid on the search page. Second, the page after a purchase ends at
     "Your code:", because the rest of the official page shows the goal and the reward.
 
     The short view is for a very small model. Results pages, item pages and sub-pages omit the
-    instruction and "Back to Search" in this view, although the agent can still click it. If the
-    episode has shown the same page before, the short view shows only its first piece and "(seen)".
+    instruction and "Back to Search" in this view, although the agent can still click on "Back to
+    Search". If the same page was shown before in the episode, the short view shows only the first
+    piece of the page and "(seen)".
 
     A subclass defines the method follow(link, query), which returns the new `Page`. If the link is
     None, the method runs a search with the query.

@@ -32,16 +32,16 @@ class WebShopServer(Shop):
 
     Restarted servers. A server draws new random price limits each time it starts. Results with
     different price limits cannot be compared, so the client raises UsageError if the server was
-    restarted during a run. To detect this, the client remembers the instruction of every goal, and
-    compares it whenever it reads the goal again. Before a new goal it reads an earlier goal again.
-    After a purchase it reads the goal of the episode again, because the page after a purchase does
-    not show the instruction.
+    restarted during a run. To detect this, the client stores the instruction of every goal, and
+    compares it each time it requests the goal again. Before a new goal, the client requests an
+    earlier goal again. After a purchase, it requests the goal of the episode again, because the
+    page after a purchase does not show the instruction.
 
     Load. A server loads its catalogue at the first request, and once more for each request that
-    arrives before the catalogue is loaded. A process therefore holds a file lock until its first
-    response, and again after the server has failed. All processes of the user on this machine then
-    send one request at a time. A server also gets slower with each session, so all episodes with
-    the same goal use the same session.
+    arrives before the catalogue is loaded. Until a process has received its first page, and again
+    after the server has failed, the process therefore holds a file lock during each request. The
+    processes of the user on this machine then send one request at a time. A server also gets slower
+    with each session, so all episodes with the same goal use the same session.
 
     Errors. Every response must be a WebShop page at the address that the user gave. Otherwise the
     client raises EnvError. There is one exception. The server cannot route an option with a slash,
@@ -75,9 +75,9 @@ class WebShopServer(Shop):
     def follow(self, link, query: str = "") -> Page:
         if link:
             return self._client.open(link, self.page)
-        # The server responds to a slash with the status 404, and takes <r>, <a>, <c> or <q> at the
-        # start of a query for a command. Lucene accepts at most 1,024 words, and the query becomes
-        # part of a URL.
+        # The server responds to a slash with the status 404, and interprets <r>, <a>, <c> or <q> at
+        # the start of a query as a command. The query is truncated, because Lucene accepts at most
+        # 1,024 words, and because the query becomes part of a URL.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self._client.form, self.page, {"search_query": query})
 
@@ -92,7 +92,7 @@ class Link:
 
 
 class Client:
-    """An HTTP client for a WebShop server. The docstring of `WebShopServer` describes its rules."""
+    """An HTTP client for a WebShop server. See `WebShopServer` for a description."""
     timeout = 60.0         # timeout of a request in seconds
     load_timeout = 1200.0  # timeout of a request while the server may be loading its catalogue
     # {server URL: {goal: instruction}} of all goals that this process has read
@@ -207,7 +207,7 @@ class Client:
 
 @dataclass
 class ServerPage:
-    """What a page of a real server shows."""
+    """The parsed content of a page of a real server."""
     pieces: list[str]        # the visible texts, split at HTML tags
     # {text: Link} of the buttons, products and options; texts of buttons and products in lower case
     links: dict[str, Link]
@@ -234,7 +234,7 @@ def read_page(html: str, url: str) -> ServerPage:
         if "btn" not in tag["class"]:
             link = Link("GET", address(tag, "href"), product=text)
         links[text.lower()] = link
-    options = {}  # of two options with the same value, the later one counts
+    options = {}  # if two options have the same value, the later one replaces the earlier one
     for tag in soup.select('input[type="radio"]'):
         value = tag.get("value", "")
         has_slash = "/" in value or "/" in tag.get("name", "")
@@ -256,7 +256,7 @@ def read_page(html: str, url: str) -> ServerPage:
 
 
 def visible_texts(tag) -> list[str]:
-    """Returns the visible texts in a tag, without whitespace that contains a newline."""
+    """Returns the stripped visible texts in a tag, except whitespace that contains a newline."""
     texts = []
     for text in tag.find_all(string=True):
         is_text = type(text) is NavigableString and not text.find_parent(["head", "title"])

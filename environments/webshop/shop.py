@@ -104,7 +104,7 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
         links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
     links["buy now"] = replace(place, kind="done")
 
-    # If two options have the same value, a click chooses it for the last of them, as in WebShop.
+    # If two options share a value, a click on this value sets the last option, as in WebShop.
     for name, values in product["options"].items():
         pieces += [name, *values]
         for value in values:
@@ -269,8 +269,9 @@ def token_set_ratio(a: str, b: str) -> int:
     """Returns the similarity of two texts, from 0 to 100. The order of the words has no effect.
 
     The function gives the same results as token_set_ratio in thefuzz 0.19, the version that WebShop
-    uses. The result is the largest of three ratios of difflib, between the shared words, the first
-    text and the second text. The distinct words of each text are sorted, with shared words first.
+    uses. The distinct words of each text are sorted, with the words that both texts share first.
+    The result is the largest of three difflib ratios: between the two texts, and between the shared
+    words and each text.
     """
     words_a = plain_words(a)
     words_b = plain_words(b)

@@ -11,7 +11,7 @@ from environments import with_pairs, words_of
 from environments.webshop.catalogue import draw_limit, goal_for, goal_key, instruction_of, meets
 from environments.webshop.pages import Page, name_and_argument
 
-MAX_FITTING = 4  # a new goal that more products meet is rejected as too vague [ours]
+MAX_FITTING = 4  # a new goal that more than 4 products meet is rejected as too vague [ours]
 
 
 class TaskGenerator:
@@ -20,7 +20,7 @@ class TaskGenerator:
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
             "the limit as: lower than 50.00 dollars. Its actions end with the purchase.")
-    # List of the actions in the prompt of an explorer model without the rules of the environment
+    # List of the actions, for an explorer model whose prompt lacks the rules of the environment
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
@@ -104,11 +104,11 @@ class TaskGenerator:
     # ------------------------------------------------------------------ checks of proposals
 
     def key(self, goal: dict) -> tuple:
-        """Returns a key. For two goals with the same key, every purchase of their type earns the
-        same.
+        """Returns a key that detects equivalent goals.
 
-        Instead of the price limit, the key contains the number of products of the goal's type that
-        are within the limit.
+        If two goals have the same key, every purchase of a product of their type earns the same
+        reward for both. Instead of the price limit, the key contains the number of products of the
+        goal's type that are within the limit.
         """
         within_limit = 0
         for product in self.products:
@@ -126,7 +126,7 @@ class TaskGenerator:
             return "no product meets it"
         if any(product["held_out"] for product in fitting):
             return "a held-out product meets it"
-        # All products in `fitting` have all options of the goal.
+        # All products in `fitting` have all options of the goal, so we check only the first one.
         if not {*fitting[0]["options"]["color"]} & {*goal["goal_options"]}:
             return "no colour chosen"
         if len(fitting) > MAX_FITTING:
@@ -134,7 +134,8 @@ class TaskGenerator:
         return None
 
     def verify(self, proposal: dict) -> str | None:
-        """Plays the solution, and returns None if it solves the goal, and otherwise the reason."""
+        """Plays the solution. Returns None if it solves the goal, and otherwise the reason why not.
+        """
         solution = proposal["solution"]
         if len(solution) > self.shop.max_turns:
             return "its solution is longer than an episode"
@@ -145,7 +146,7 @@ class TaskGenerator:
         return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _execute(self, goal: dict, replies: list[str]) -> list[tuple[str, str]]:
-        """Plays an episode, and returns (reply, kind of its action) for all that changed the page.
+        """Plays an episode. Returns (reply, kind of action) for each reply that changed the page.
         """
         self.shop.start(goal)
         executed = []
@@ -160,7 +161,7 @@ class TaskGenerator:
 
 
 def kind_of(argument: str, goal: dict, before: Page, after: Page) -> str:
-    """Returns the kind of an action with this argument, such as "open number 2"."""
+    """Returns the kind of the action that led from one page to another, such as "open number 2"."""
     if after.kind == "done":
         wanted = {*goal["goal_options"]}
         return "buy as asked" if wanted <= {value for _, value in after.options} else (
