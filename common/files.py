@@ -113,16 +113,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def copy_folder(source: Path, target: Path, copy: Callable = shutil.copyfile) -> None:
+def copy_folder(
+    source: Path,
+    target: Path,
+    copy: Callable = shutil.copyfile,
+    without: str | None = None,
+) -> None:
     """Copies a folder to a new folder, file by file with copy(source, target).
 
-    The copies have the mode that the umask gives to new files, not the mode of the originals.
+    The copies have the mode that the umask gives to new files, not the mode of the originals. Files
+    with the suffix `without` are left out.
     """
     target.mkdir(parents=True)
     for path in source.iterdir():
         if path.is_dir():
-            copy_folder(path, target / path.name, copy)
-        else:
+            copy_folder(path, target / path.name, copy, without)
+        elif path.suffix != without:
             copy(path, target / path.name)
 
 

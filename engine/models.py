@@ -125,9 +125,9 @@ def read_tokenizer(folder):
     return tokenizer
 
 
-def read_encoder(folder) -> Encoder:
+def read_encoder(folder, kind: type[Encoder] = Encoder) -> Encoder:
     vocabulary_size = read_config(folder).get_text_config().vocab_size
-    return Encoder(read_tokenizer(folder), vocabulary_size)
+    return kind(read_tokenizer(folder), vocabulary_size)
 
 
 def is_causal_lm(config) -> bool:

@@ -350,9 +350,7 @@ class Phases:
                     models.save_tensors(content, path / name)
         elif isinstance(value, Path):
             if self.main:
-                files.copy_folder(value, path)
-                for log in path.glob("*.jsonl"):
-                    log.unlink()
+                files.copy_folder(value, path, without=".jsonl")
         elif is_rows(value):
             trajectories_by_name(trajectories_in(value))
             check_pairs(value, inputs)

@@ -165,8 +165,7 @@ def main(argv: list[str]) -> None:
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
         with models.naming_flag("--agent"):
-            vocabulary_size = models.read_config(folder).get_text_config().vocab_size
-            encoder = Encoder(models.read_tokenizer(folder), vocabulary_size)
+            encoder = models.read_encoder(folder, Encoder)
             propose = proposer(folder, config_of(run), encoder, env.stops) if run else None
         say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))
     finally:

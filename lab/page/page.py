@@ -106,8 +106,9 @@ def conversations(run: Path, megabytes: float) -> dict:
         kept["opening"] = first_reply(row["messages"], row["turns"])
         runs[row["task"]].setdefault(name_of(row), kept)
     pairs = defaultdict(list)  # task -> preference pairs, with indices into its trajectories
+    trainings = margins_of(run, phases)
     for recorded in phases_with(phases, "pairs"):
-        for row in pairs_in(run, phases, recorded):
+        for row in pairs_in(run, recorded, trainings):
             names = [*runs.get(row["task"], {})]
             sides = name_of(row["chosen"]), name_of(row["rejected"])
             if {*sides} <= {*names}:  # a trajectory file that is being recomputed may lack a side
@@ -144,7 +145,16 @@ def name_of(row: dict) -> tuple:
     return row["agent"], row["iteration"], row["rollout"]
 
 
-def pairs_in(run: Path, phases: dict, recorded: dict) -> Iterator[dict]:
+def margins_of(run: Path, phases: dict) -> list[tuple[str, dict]]:
+    """Returns the agent of each training phase, and the rows of its margins.jsonl by pair."""
+    trainings = []
+    for phase in phases_with(phases, "name", "steps"):
+        logged = rows_in(run / phase["output"] / "margins.jsonl")
+        trainings.append((phase["name"], {name_of_pair(row): row for row in logged}))
+    return trainings
+
+
+def pairs_in(run: Path, recorded: dict, trainings: list[tuple[str, dict]]) -> Iterator[dict]:
     """Yields the rows of the pairs file of a phase with the record `recorded`.
 
     `trains` of a row is the agent that was trained on the pairs, or "". `first` and `last` are the
@@ -159,11 +169,9 @@ def pairs_in(run: Path, phases: dict, recorded: dict) -> Iterator[dict]:
     # this holds for several agents, it is the one with the most pairs, because the pairs of one
     # agent may be a subset of another agent's pairs.
     trains, margins = "", {}
-    for phase in phases_with(phases, "name", "steps"):
-        logged = rows_in(run / phase["output"] / "margins.jsonl")
-        of_agent = {name_of_pair(row): row for row in logged}
+    for agent, of_agent in trainings:
         if of_agent.keys() <= rows.keys() and len(of_agent) > len(margins):
-            trains, margins = phase["name"], of_agent
+            trains, margins = agent, of_agent
     for name, row in rows.items():
         yield row | margins.get(name, {}) | dict(trains=trains, iteration=recorded["i"])
 
