@@ -115,7 +115,7 @@ def clipped_loss(
         policy: log pi(t_j|.), (A,), in nats.
         groups: The task groups. Each of them must have advantages.
         kl: The weight beta of the KL term.
-        kl_term: `k3` for GRPO, `k2` for PPO.
+        kl_term: `k3` for GRPO, `k2` for PPO. PPO has the same value for `clip_low` and `clip_high`.
 
     Returns:
         A dict with the scalar `loss`, and statistics: the number of action tokens (`count`), and of
@@ -153,12 +153,6 @@ def k2(d: Tensor) -> Tensor:
     per-token KL(pi || pi_ref).
     """
     return d ** 2 / 2
-
-
-def ppo_loss(policy: Tensor, groups: list[TaskGroup], clip: float, kl: float) -> tuple[dict, dict]:
-    """Computes the PPO loss: `clipped_loss` with one clip value and the KL term `k2`."""
-    losses, _ = clipped_loss(policy, groups, clip, clip, kl, k2)
-    return losses, {}
 
 
 # ------------------------------------------------------------------------------- the update step

@@ -48,7 +48,7 @@ from engine.phases import Trained
 from engine.run import Run
 from environments import first_reply
 from envs import Environment
-from grpo import TaskGroup, leave_one_out, ppo_loss, store_log_probs
+from grpo import TaskGroup, clipped_loss, k2, leave_one_out, store_log_probs
 
 PPO_EPOCHS = 2  # number of epochs over the trajectories of an iteration [ours]
 PPO_BATCH = 16  # batch size in tasks; all rollouts of a task are in the same batch [ours]
@@ -224,7 +224,7 @@ def train_ppo(
     rng = random.Random(seed_of(s.seed, "ppo", i))
     steps = dpo.batches(groups, PPO_BATCH, rng, PPO_EPOCHS)
     rates = dpo.learning_rates(len(steps), s.ppo_lr, DPO_WARMUP)
-    loss = partial(ppo_loss, clip=PPO_CLIP, kl=PPO_KL)
+    loss = partial(clipped_loss, clip_low=PPO_CLIP, clip_high=PPO_CLIP, kl=PPO_KL, kl_term=k2)
     trained, numbers = run.fit(policy, steps, rates, loss, action_count, log_probs)
     return trained, dict(kl=kl / len(dpo.trajectories_of(groups)), dropped=dropped, **numbers)
 

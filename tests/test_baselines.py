@@ -10,6 +10,7 @@ from conftest import Toy
 from safetensors.torch import load_file
 
 import dpo
+import grpo
 from common.files import read_jsonl
 from dpo import Trajectory
 from lab import baselines
@@ -129,8 +130,8 @@ def test_rollouts_without_another_to_compare_are_counted_and_leave_the_agent_as_
 def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     """The old log-probabilities equal the sampler's, apart from rounding. A finished run is not
     trained again."""
-    seen, loss = [], baselines.ppo_loss
-    monkeypatch.setattr(baselines, "ppo_loss", lambda policy, groups, **how: seen.append(
+    seen, loss = [], baselines.clipped_loss
+    monkeypatch.setattr(baselines, "clipped_loss", lambda policy, groups, **how: seen.append(
         (groups, how)) or loss(policy, groups, **how))
     for name, value in dict(EPOCHS=3, BATCH=2, CLIP=0.3, KL=0.01).items():
         monkeypatch.setattr(baselines, f"PPO_{name}", value)
@@ -139,7 +140,7 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     before, after = (r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2))
     assert before == pytest.approx(0, abs=1e-5) and after > 0.01
     for groups, how in seen:
-        assert how == dict(clip=0.3, kl=0.01)
+        assert how == dict(clip_low=0.3, clip_high=0.3, kl=0.01, kl_term=grpo.k2)
         sampled = torch.tensor([x for t in dpo.trajectories_of(groups) for x in t.log_probs])
         assert torch.allclose(torch.cat([group.old_log_probs for group in groups]), sampled, atol=1e-4)
     # The first step's ratios are 1 and its divergences 0: its loss is - sum of A over tokens.

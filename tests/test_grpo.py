@@ -71,7 +71,8 @@ def test_the_losses_by_hand():
     assert loss == pytest.approx(-(1 + 1.25 + .5 - 4 - 1.6) + 0.1 * (1 - math.log(2)))
     assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -.1], abs=1e-6)
     assert statistics == {"action": dict(count=6, clipped=4)}
-    loss, gradient, _ = loss_of(policy, groups, 0.1, partial(grpo.ppo_loss, clip=0.2))
+    ppo = partial(grpo.clipped_loss, clip_low=0.2, clip_high=0.2, kl_term=grpo.k2)
+    loss, gradient, _ = loss_of(policy, groups, 0.1, ppo)
     assert loss == pytest.approx(-(1 + 1.2 + .5 - 4 - 1.6) + 0.1 * math.log(2) ** 2 / 2)
     assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -0.1 * math.log(2)], abs=1e-6)
 
