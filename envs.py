@@ -110,7 +110,6 @@ def episode(env: Interaction, encoder, t, max_tokens: int):
     then passes the reply to the generator with `send`.
 
     Args:
-        env: The environment.
         encoder: An `engine.chat.Encoder`, which turns messages into token ids.
         t: A `dpo.Trajectory` with a task and a seed. This function sets the fields that `clear`
             resets.

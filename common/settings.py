@@ -342,8 +342,6 @@ def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[
     Args:
         given: The values from the command line, by setting name.
         inherited: The values of the run that --branch names. Free settings are not inherited.
-        kind: The settings class of the program.
-        options: The settings class of the environment.
 
     Returns:
         Two dicts: the value of each setting, and the origin of each value that is not the default:
@@ -434,7 +432,6 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
     that violates a limit, and for each conflict between settings.
 
     Args:
-        declared: The declarations of all settings, by name.
         given: The values from the command line, by setting name.
         reads: The names of the settings that the method and the environment use.
     """

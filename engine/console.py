@@ -83,7 +83,6 @@ def closing(done: dict[str, dict]) -> list[str]:
 
 
 def first_and_last(rows: list) -> list:
-    """Returns the first and the last row, or the only row."""
     return rows if len(rows) == 1 else [rows[0], rows[-1]]
 
 

@@ -244,8 +244,6 @@ def training_bytes(
     """Estimates the memory that training needs on each GPU.
 
     Args:
-        config: The config of the model.
-        parameters: The number of parameters of the model.
         ranks: The number of GPUs that the model is sharded over.
         tokens: The number of tokens in a forward pass.
         recompute: Whether gradient checkpointing is on.
@@ -313,7 +311,6 @@ def slots_that_fit(
     """Returns the number of episodes that a GPU can run in parallel, at most SLOTS.
 
     Args:
-        config: The config of the model.
         free: The free memory on the GPU in bytes, after the model was loaded.
         tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
             takes as much memory as one of this length.

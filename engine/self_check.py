@@ -47,7 +47,6 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
     Args:
         model: A causal language model. Its weights stay in fp32 after the check. Its attention
             implementation is restored.
-        encoder: The `Encoder` of the model's tokenizer.
         longest: The maximum number of tokens in a test sequence, replies included. Long sequences
             are needed because some bugs only occur beyond a certain length.
 

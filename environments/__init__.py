@@ -69,7 +69,6 @@ def converse(env: Environment, observation: str,
 
     Args:
         env: The environment, after a call of `reset` or `start`.
-        observation: The first observation.
         act: A function that takes an observation and returns a reply. If the function raises Stuck
             or StopIteration, the episode ends with the reward 0.
     """

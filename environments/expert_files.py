@@ -36,7 +36,6 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
     A file may contain several trajectories of the same task.
 
     Args:
-        env: The environment.
         file: The path of the file, or None for the scripted expert. If the scripted expert gets
             stuck, the reward is 0.
         count: The number of tasks to use, or 0 for all tasks.
@@ -184,7 +183,6 @@ def without_examples(messages: list[dict], turns: int, opening: int) -> list[dic
     trained.
 
     Args:
-        messages: The messages of the episode.
         turns: The number of the agent's replies, or 0 if it is unknown.
         opening: The number of messages before the first reply in an episode without examples.
     """
@@ -252,7 +250,6 @@ def opening_difference(env: Environment, messages: list[dict],
     """Compares the opening of an expert trajectory with the opening in our environment.
 
     Args:
-        env: The environment.
         messages: The messages of the expert trajectory.
         observation: The first observation of the same task in our environment.
 

@@ -21,7 +21,6 @@ SOLVED = 1 - 1e-9  # minimum reward of a success, the same as in dpo.Trajectory
 
 
 def count(text: str) -> int:
-    """Converts a command-line argument to a positive integer."""
     if int(text) < 1:
         raise ArgumentTypeError("must be at least 1")
     return int(text)

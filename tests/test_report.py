@@ -4,6 +4,7 @@ import io
 import json
 import sys
 
+import numpy as np
 import pytest
 from conftest import refusal, table
 
@@ -103,14 +104,6 @@ def shown(run, title, columns):
             return texts([dict(zip(header, row)) for row in rows], columns)
 
 
-def test_interval_matches_the_normal_approximation_of_a_large_sample():
-    values = [0.0, 1.0] * 200  # standard error of the mean: 0.5 / sqrt(400) = 0.025
-    low, high = report.bootstrap_interval(values)
-    assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006)
-    assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
-    assert report.bootstrap_interval([0.5] * 9) == (0.5, 0.5)
-
-
 def test_the_numbers_of_a_run_by_hand(run):
     report.close(run)
     found = read_json(run / "result.json")["evaluations"]
@@ -187,7 +180,7 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
     line, *_ = reward.get_lines()
     assert line.get_xydata().tolist() == [[0, 0.5], [1, 0.6]]
     assert line.get_label() == "target agent, test"
-    low, high = report.bootstrap_interval(REWARDS["eval-1-target-test.jsonl"])
+    low, high = report.bootstrap([[np.array(REWARDS["eval-1-target-test.jsonl"])]]).values()
     band = reward.collections[0].get_paths()[0].vertices.tolist()
     assert [1.0, low] in band and [1.0, high] in band
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]

@@ -47,7 +47,6 @@ def play(task: str, text: str | None, lines, send) -> None:
     sends all changes that the episode has made in the apps.
 
     Args:
-        task: Id of an AppWorld task.
         text: The instruction of a task made in training, or None for that of the AppWorld task.
         lines: Iterator over the requests. Each request is a line of JSON.
         send: Function that sends its keyword arguments as a line of JSON.
@@ -106,7 +105,6 @@ def compare(task: str, changes: list[dict]) -> dict:
     """Compares the final states of two episodes that began in the start state of a task.
 
     Args:
-        task: Id of the task.
         changes: The changes of the first and of the second episode, each {file name: text}.
 
     Returns:

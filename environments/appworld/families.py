@@ -28,7 +28,6 @@ class Draft:
     """A task whose files have not been written yet.
 
     Attributes:
-        text: The instruction.
         apps: Apps that the solution uses.
         steps: Code of the solution, one item for each reply, without the steps that `solution`
             adds.

@@ -93,7 +93,6 @@ class IsolatedProcess:
     """An isolated process that runs one job.
 
     Args:
-        server: The server that forks the process.
         do: The job: "play" (an episode), "judge", "compare" or "check".
         task: Id of the task, or None for "check".
     """
@@ -181,7 +180,6 @@ class Episode(IsolatedProcess):
     """An episode, which runs in an isolated process.
 
     Args:
-        server: The server that forks the process.
         start: Id of the AppWorld task in whose start state the episode begins.
         text: The instruction of a task made in training, or None for that of the AppWorld task.
 

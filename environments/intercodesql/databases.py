@@ -178,7 +178,6 @@ def _at_today(name: str, before: int):
     """Returns sqlite's time function `name`, with TODAY as the current time, in UTC.
 
     Args:
-        name: Name of the function.
         before: Number of arguments before the time, which is 1 for the format of strftime.
     """
     def function(*values):
@@ -262,7 +261,6 @@ class Sqlite:
     """An sqlite database in memory. Queries can only read its tables, and call ALLOWED_FUNCTIONS.
 
     Args:
-        name: Name of the database.
         script: SQL script that creates the tables and inserts the rows.
     """
 
@@ -432,7 +430,6 @@ class MySQL:
     the database. The server stops a query after SECONDS seconds.
 
     Args:
-        name: Name of the database.
         url: Address of the server, mysql://user@host:port.
     """
     TIMED_OUT = {1969, 3024}  # error codes for a query that exceeds the time limit
@@ -508,7 +505,6 @@ class MySQL:
 
 
 def driver():
-    """Imports and returns the module pymysql, which only --mysql-url needs."""
     try:
         import pymysql
     except ImportError as error:

@@ -104,7 +104,8 @@ class InterCodeSQL(Environment):
             return ""
         line = f"{len(failures)} of {len(questions)} gold queries fail, such as {failures[0]}"
         if len(failures) > MOST_FAILURES * len(questions):
-            raise UsageError(f"--intercode-data: {line}; use another server or sqlite")
+            raise UsageError(f"--intercode-data: {line}; use sqlite, or a server "
+                             "with --lower-case-table-names=1 from its first start")
         return f"{line}; an empty result earns 1 there, as InterCode scores it"
 
     def task_generator(self):

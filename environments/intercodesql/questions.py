@@ -308,7 +308,6 @@ def worth_asking(run, gold: str) -> bool:
 
     Args:
         run: Function that runs a query and returns its rows.
-        gold: Gold query.
     """
     rows = run(gold)
     if not isinstance(rows, list) or not rows or rows[0][0] is None or len(str(rows)) > 300:
@@ -333,7 +332,6 @@ def sql_expert(gold: str, thoughts: bool):
     submits its result.
 
     Args:
-        gold: Gold query.
         thoughts: True for replies in the form of ReAct, with a thought before each action.
     """
     # The expert describes at most 7 tables. The other 3 of an episode's 10 turns are SHOW TABLES,

@@ -91,7 +91,6 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     privileges.
 
     Args:
-        dump: Path of the dump.
         admin_url: The address with a user that can create databases and users. The password of this
             user is in MYSQL_ADMIN_PWD.
         mysql_url: The address with the start of the new users' names. Their password is in
@@ -110,11 +109,6 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
         with databases.connect(admin_url, password=os.environ.get("MYSQL_ADMIN_PWD", ""),
                                client_flag=1 << 16, read_timeout=600) as server, \
                 server.cursor() as cursor:  # client flag 1 << 16 is MULTI_STATEMENTS
-            cursor.execute("SELECT @@lower_case_table_names")
-            if cursor.fetchone() == (0,):
-                raise EnvError(f"{where}: table names are case-sensitive, so 169 gold queries "
-                               "would fail; set up a new server with --lower-case-table-names=1 "
-                               "from its first start")
             # Disable foreign key checks for all databases. The dump itself disables these checks
             # only for some of its databases.
             cursor.execute(f"SET foreign_key_checks = 0;\n{text}")

@@ -185,11 +185,9 @@ def draw_goal(rng: random.Random, family: dict, used_keys: set, products: list[d
     products that `listed_as_fitting` accepts are held out, and otherwise none of them.
 
     Args:
-        rng: Random number generator.
         family: The fields that all products of the family share.
         used_keys: The pairs (`goal_key`, price limit) of all earlier goals. The function adds the
             pair of the new goal.
-        products: All products.
     """
     while True:
         attributes = rng.sample(family["Attributes"], rng.choice([1, 2]))
@@ -218,9 +216,7 @@ def goal_for(item: dict, attributes: list[str], options: list[str], limit: float
 
     Args:
         item: The product or family. It must have the requested attributes and options.
-        attributes: The requested attributes.
         options: The requested options, with the colour first.
-        limit: The price limit.
     """
     return {"name": item["Title"], "query": item["query"],
             "product_category": item["product_category"], "attributes": attributes,

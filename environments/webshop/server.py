@@ -50,7 +50,6 @@ class WebShopServer(Shop):
     Safety. Only the search form sends text that the model wrote.
 
     Args:
-        webshop_url: The address of the server.
         view: "full" or "short".
         split_file: The folder with ETO's or IPR's task lists, or None for the splits of RULE.
     """
@@ -129,7 +128,6 @@ class Client:
         """Follows a link and returns the page, or `before` if the server cannot route an option.
 
         Args:
-            link: The link.
             before: The page that contains the link, or None for the first request of an episode.
             data: The fields of a form to send, or None.
         """

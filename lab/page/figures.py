@@ -45,7 +45,6 @@ def figure(panels: int, width: float = 4.0, height: float = 3.6):
 
 
 def write_svg(drawing: Figure, file) -> None:
-    """Writes a figure as SVG."""
     # The constrained layout uses the tick labels of the previous drawing, so the figure has to be
     # drawn once before it is saved.
     drawing.draw_without_rendering()

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -15,17 +16,32 @@ from lab.runfiles import SOLVED, config_of, evaluations_in, phases_of, rows_in
 # A table is (title, names of the columns, rows). A column name that begins with < aligns its column
 # to the left.
 Table = tuple[str, list[str], list[tuple]]
+SAMPLES = 2000  # number B of samples of the bootstrap
 # Keys of a phase's record that are bookkeeping, not results.
 RECORDS = {"function", "cache_key", "output", "i", "hash", "stat", "content", "edited"}
 
 
-def bootstrap_interval(values) -> tuple[float, float]:
-    """Returns (low, high), the 95% percentile bootstrap interval of the mean. `values` has one
-    value per task."""
-    values = np.asarray(values, dtype=float)                                      # (N,)
-    samples = np.random.default_rng(0).integers(values.size, size=(1000, values.size))
-    low, high = np.percentile(values[samples].mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
+def bootstrap(values: list[list[np.ndarray]]) -> dict:
+    """Computes the 95% percentile bootstrap interval of the mean over seeds and tasks.
+
+    `values` has a list for each seed, with an array (N,) of values per task for each environment.
+    Each sample draws seeds and tasks with replacement. All seeds of a sample have the same tasks,
+    because all runs evaluate the same tasks. Returns the bounds, `low` and `high`.
+    """
+    seeds = drawn(len(values), 0)                                                 # (B, S)
+    total = 0
+    for stream, of_seeds in enumerate(zip(*values), 1):
+        means = seeds @ np.stack(of_seeds)                                        # (B, N)
+        total += (means * drawn(means.shape[1], stream)).sum(1)                   # (B,)
+    low, high = np.percentile(total / len(values[0]), [2.5, 97.5])
+    return dict(low=float(low), high=float(high))
+
+
+@cache
+def drawn(n: int, stream: int) -> np.ndarray:
+    """Draws n of n items with replacement. Returns the share of each item in each bootstrap sample,
+    (B, n). `stream` is the seed of the random numbers."""
+    return np.random.default_rng(stream).multinomial(n, np.full(n, 1 / n), SAMPLES) / n
 
 
 def evaluation_records(run: Path, phases: dict) -> list[dict]:
@@ -42,10 +58,10 @@ def evaluation_records(run: Path, phases: dict) -> list[dict]:
         rewards = rewards_by_task(episodes)
         reward = fmean(episode["reward"] for episode in episodes)
         success = fmean(episode["reward"] >= SOLVED for episode in episodes)
-        low, high = bootstrap_interval([np.mean(of_task) for of_task in rewards.values()])
+        by_task = np.array([np.mean(of_task) for of_task in rewards.values()])
         full = sum(episode["ended"] == "context_limit" for episode in episodes)
-        counted_again = dict(reward=reward, success=success, low=low, high=high, tasks=len(rewards),
-                             out_of_context=full)
+        counted_again = dict(reward=reward, success=success, tasks=len(rewards),
+                             out_of_context=full, **bootstrap([[by_task]]))
         evals.append(row | counted_again | scenarios(environment(env), rewards))
     return evals
 

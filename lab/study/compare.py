@@ -23,7 +23,7 @@ from pathlib import Path
 
 from common.settings import UsageError
 from lab.page import figures
-from lab.page.report import Table
+from lab.page.report import SAMPLES, Table
 from lab.runfiles import command, config_of, is_finished, phases_of, visible
 from lab.study import numbers
 from lab.study.changes import changes
@@ -40,7 +40,7 @@ from lab.study.methods import (
 
 NOTE = f"""Each number is a mean over seeds. ± is half the width of its 95% t interval over seeds,
 which describes the randomness of training, with these tasks. [low, high] is a 95% bootstrap
-interval over seeds and tasks, which also describes the choice of the tasks ({numbers.SAMPLES:,}
+interval over seeds and tasks, which also describes the choice of the tasks ({SAMPLES:,}
 samples; with one seed, it is over tasks alone). A difference also has the number of seeds on which
 the first arm is ahead. The intervals are not corrected for multiple comparisons: without any real
 difference, about one interval in 20 excludes 0."""
@@ -57,7 +57,6 @@ def write_report(
     Args:
         title: The first line of the report.
         envs: The runs of each environment.
-        out: The report folder.
         compared: Pairs of arms (a, b). The report has the differences a - b of each pair. If
             `compared` is None, all arms are compared with each other, and the report begins with
             the differences in settings, code and outputs.

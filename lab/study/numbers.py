@@ -19,7 +19,7 @@ import transformers
 from common.settings import UsageError
 from engine.models import read_model
 from lab.chat import evaluate
-from lab.page.report import rewards_by_task
+from lab.page.report import bootstrap, rewards_by_task
 from lab.runfiles import (
     SOLVED,
     config_of,
@@ -34,7 +34,6 @@ MEASURES = ["reward", "success"]
 THRESHOLDS = (0.6, 0.7, 0.8)  # minimum rewards of a hard negative [Table 2]
 SHARES = ["success", "negative", "hard negative"]
 COSTS = ["steps of the target", "steps of all agents", "tokens of the target", "rollouts"]
-SAMPLES = 2000                # samples of the bootstrap
 
 # ---------------------------------------------------------------------------- statistics
 
@@ -86,7 +85,8 @@ def interval(group: list[tuple], measure: str) -> dict:
     Returns:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
         t interval over seeds. One seed has no t interval, so `half` is None. If the measure has one
-        value per task, `low` and `high` are the bounds of the `bootstrap` interval. A difference
+        value per task, `low` and `high` are the bounds of the `bootstrap` interval. Differences are
+        computed per task, so both arms have the same tasks in each of its samples. A difference
         also has `ahead`, the number of seeds on which the first arm is larger.
     """
     values = []
@@ -142,29 +142,6 @@ def holm(p_values: list[float]) -> list[float]:
     order = p.argsort()
     p[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
     return p.clip(max=1).tolist()
-
-
-def bootstrap(values: list[list]) -> dict:
-    """Computes the 95% percentile bootstrap interval of the mean over seeds and tasks.
-
-    Each sample draws seeds and tasks with replacement. All seeds of a sample have the same tasks,
-    because all runs evaluate the same tasks. Differences are computed per task before the sampling,
-    so both arms have the same tasks, too.
-    """
-    seeds = drawn(len(values), 0)                                                 # (B, S)
-    total = 0
-    for stream, of_seeds in enumerate(zip(*values), 1):
-        means = seeds @ np.stack(of_seeds)                                        # (B, N)
-        total += (means * drawn(means.shape[1], stream)).sum(1)                   # (B,)
-    low, high = np.percentile(total / len(values[0]), [2.5, 97.5])
-    return dict(low=float(low), high=float(high))
-
-
-@cache
-def drawn(n: int, stream: int) -> np.ndarray:
-    """Draws n of n items with replacement. Returns the share of each item in each bootstrap sample,
-    (B, n). `stream` is the seed of the random numbers."""
-    return np.random.default_rng(stream).multinomial(n, np.full(n, 1 / n), SAMPLES) / n
 
 
 # --------------------------------------------------------------------------- evaluations
