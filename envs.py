@@ -296,8 +296,9 @@ class Environment(Interaction):
     def task_generator(self):
         """Returns the environment's TaskGenerator, which makes new tasks from agents' episodes.
 
-        The class TaskGenerator is defined in the file `tasks.py` of the environment. Raises
-        UsageError if the environment has no TaskGenerator.
+        The class TaskGenerator is defined in the file `tasks.py` of the environment. Its text
+        `form` describes a task to an explorer model, and `actions` describes the actions, for an
+        environment without a prompt. Raises UsageError if the environment has no TaskGenerator.
         """
         raise UsageError(f"{self.name}: this environment makes no new tasks; give --method grpo "
                       "--start-from train, or an environment that makes some, such as the built-in "

@@ -273,7 +273,6 @@ def parse(
     """Parses and checks the settings of a run, or prints the help text and exits with --help.
 
     Args:
-        argv: The command-line arguments, without the program name.
         kind: The settings class of the program, a subclass of `Stated`.
         methods: The training methods that --method can select, by name.
         environment: A function that takes the name of an environment and returns the settings class

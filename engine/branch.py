@@ -20,7 +20,6 @@ def take(run, branch: str, now: dict) -> dict:
     Weight files become hard links, which take no disk space.
 
     Args:
-        branch: The value of --branch, RUN@OUTPUT.
         now: The settings of the new run.
 
     Returns:

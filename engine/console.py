@@ -59,7 +59,6 @@ def counted(n: int, name: str) -> str:
 
 
 def headline(s: dict) -> str:
-    """Returns a title for a run with the settings `s`."""
     return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
 

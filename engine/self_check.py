@@ -158,13 +158,10 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
 
 
 def pass_error(model, sequences: list[Ids], passes: str) -> float:
-    """Returns the numerical error of a backend for forward passes.
+    """Returns the numerical error of a backend for forward passes, as `reply_error` does.
 
     The backend computes the log-probabilities of all test sequences in a single forward pass, which
     is compared with a plain forward pass for each sequence.
-
-    Returns:
-        The mean absolute error per token, in nats, for the sequence with the largest error.
     """
     trajectories = []
     for ids in sequences:

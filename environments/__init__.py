@@ -53,7 +53,6 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> Environ
     """Creates an environment and returns it.
 
     Args:
-        name: One of ENVIRONMENTS.
         view: "full" for the environment's official texts, or "short" for shorter texts.
         examples: The number of example conversations in the prompt with protocol="eto". Our own
             prompts contain no examples.

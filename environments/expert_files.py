@@ -250,7 +250,6 @@ def opening_difference(env: Environment, messages: list[dict],
     """Compares the opening of an expert trajectory with the opening in our environment.
 
     Args:
-        messages: The messages of the expert trajectory.
         observation: The first observation of the same task in our environment.
 
     Returns:

@@ -184,7 +184,6 @@ class Episode(IsolatedProcess):
         text: The instruction of a task made in training, or None for that of the AppWorld task.
 
     Attributes:
-        text: The instruction of the episode.
         owner: Name, email address and phone number of the person who gives the instruction.
     """
     seconds = SECONDS + GRACE_SECONDS

@@ -26,7 +26,6 @@ class TaskGenerator:
     (the instruction) and `code` (the parts of its solution). A candidate is a dict with `text`,
     `task` and `solution` (a list of replies that solve the task).
     """
-    # Description of a task in the prompt of an explorer model
     form = ("A task is what a person asks for, in one message that holds every value that is "
             "needed but names no interface. Its actions are blocks of Python, ```python ... ```, "
             "that do it from the start, logins too; the last one calls "

@@ -22,7 +22,6 @@ class TaskGenerator:
     "text" (all messages of the user), "task" and "solution" (a list of replies that solve the
     task). A candidate from the template also has the item "template", which is True.
     """
-    # Description of a task in the prompt of an explorer model
     form = ("A task is what a user asks for, in one message that holds every value that is needed "
             'but names no function. Its actions are calls, each {"name": ..., "arguments": {...}}, '
             "without those that only look around; the last one changes something, or finds out "

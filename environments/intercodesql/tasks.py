@@ -52,11 +52,9 @@ class TaskGenerator:
     A task is a question, see `questions.SQLData`. A candidate is a dict with `text` (the question
     in words), `task` and `solution` (a list of replies that solve the task).
     """
-    # Description of a task in the prompt of an explorer model
     form = ("A task is a question about this database that one SELECT answers; it names the same "
             "things, columns, values and numbers, and no others. Its actions are queries, the "
             "answer's SELECT the last of them, and then: submit")
-    # List of the actions in the prompt of an explorer model without the rules of the environment
     actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
     def __init__(self, env):

@@ -329,7 +329,6 @@ def as_shown(action: str, shown: list[str]) -> str:
     more than one, the action is not changed.
 
     Args:
-        action: An action of the simulator's solution.
         shown: The names of the objects in all observations so far, newest first.
     """
     match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)

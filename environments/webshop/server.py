@@ -50,7 +50,6 @@ class WebShopServer(Shop):
     Safety. Only the search form sends text that the model wrote.
 
     Args:
-        view: "full" or "short".
         split_file: The folder with ETO's or IPR's task lists, or None for the splits of RULE.
     """
     test_splits = ("test",)
@@ -91,7 +90,7 @@ class Link:
 
 
 class Client:
-    """An HTTP client for a WebShop server. See `WebShopServer` for a description."""
+    """An HTTP client for a WebShop server, see `WebShopServer`."""
     timeout = 60.0         # timeout of a request in seconds
     load_timeout = 1200.0  # timeout of a request while the server may be loading its catalogue
     # {server URL: {goal: instruction}} of all goals that this process has read

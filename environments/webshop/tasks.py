@@ -16,11 +16,9 @@ MAX_FITTING = 4  # a new goal that more than 4 products meet is rejected as too 
 
 class TaskGenerator:
     """Makes new goals from episodes or from an explorer model's proposals, and checks the goals."""
-    # Description of a task in the prompt of an explorer model
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
             "the limit as: lower than 50.00 dollars. Its actions end with the purchase.")
-    # List of the actions, for an explorer model whose prompt lacks the rules of the environment
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):

@@ -223,7 +223,6 @@ class Paid:
 
         Args:
             episodes: New trajectories. The episodes are recorded in them.
-            make_env: Function that creates an environment.
             request: Function request(trajectory) that returns the messages to send for the next
                 reply. If it returns None, the episode ends.
             refuse: Function refuse(trajectory, error) that is called if the endpoint does not

@@ -54,12 +54,9 @@ def write_report(
 ) -> None:
     """Prints the report on runs, and writes it into a folder.
 
-    Args:
-        title: The first line of the report.
-        envs: The runs of each environment.
-        compared: Pairs of arms (a, b). The report has the differences a - b of each pair. If
-            `compared` is None, all arms are compared with each other, and the report begins with
-            the differences in settings, code and outputs.
+    `compared` has pairs of arms (a, b). The report has the differences a - b of each pair. If
+    `compared` is None, all arms are compared with each other, and the report begins with the
+    differences in settings, code and outputs.
     """
     out.mkdir(parents=True, exist_ok=True)
     tables = []

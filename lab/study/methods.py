@@ -73,7 +73,7 @@ COMPARED = [(a, b) for a, b in dict.fromkeys(COMPARED) if a != b]
 
 
 def method_of(arm: str) -> str:
-    """Returns the value of --method of an arm, for example "positive" for "positive-steps"."""
+    """Returns the --method of an arm, such as "positive" for "positive-steps"."""
     return ARMS[arm].split()[1]
 
 
@@ -222,8 +222,8 @@ def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
     """Returns the settings in which arms differ, as tuples (setting, arm, its values as text).
 
     A setting is compared between the arms whose methods read it. In the other arms, and in runs
-    whose program did not have the setting, its value is "-". A setting that follows another
-    setting is left out if both settings have the same value in each of the runs.
+    whose program did not have the setting, its value is "-". Settings that have the value of the
+    setting that they follow in all runs are left out.
     """
     settings = {}  # arm -> settings of each of its runs
     for arm, by_seed in runs.items():

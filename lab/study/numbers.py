@@ -80,7 +80,6 @@ def interval(group: list[tuple], measure: str) -> dict:
 
     Args:
         group: The rows of an arm, or of a pair of arms, see `single` and `paired`.
-        measure: The key of the measure.
 
     Returns:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the

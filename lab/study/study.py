@@ -45,7 +45,6 @@ def make_runs(
     Args:
         arms: The flags of each arm. An arm that needs results of another arm must come after it.
         more: Further settings, as flags and values. A run gets those that its method uses.
-        jobs: Maximum number of concurrent runs.
     """
     settings = {arm: read_by(arm, [*arms], more) for arm in arms}
     for arm, flags in arms.items():  # so that errors in settings appear before any run starts
