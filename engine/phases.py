@@ -296,13 +296,11 @@ class Phases:
         if is_rows(value):  # also a list that was read, because its items may have been changed
             return content_hash(value)
         if isinstance(value, dict):
-            return self.keys_of(value.values())
+            return [list(value), self.keys_of(value.values())]
         if isinstance(value, (list, tuple)):
             return self.keys_of(value)
         if isinstance(value, Path):
-            if value not in self.keys:
-                self.keys[value] = hashes_of(value)
-            return self.keys[value]
+            return self.keys[value] if value in self.keys else hashes_of(value)
         if value is not None:
             raise TypeError(f"the input {value!r:.60} is no list of trajectories or pairs, and no "
                             "path; give numbers and strings by name")
