@@ -130,15 +130,15 @@ class Group:
     """The trajectories of one task, and the pairs that compare them.
 
     Each trajectory is stored only once, even if it is in several pairs. In an optimiser step, each
-    trajectory therefore needs only one forward pass, and not one for each of its pairs.
+    trajectory therefore needs one forward pass, not one per pair.
     """
     trajectories: list[Trajectory] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
 
     def add(self, t: Trajectory) -> Trajectory:
-        """Adds a trajectory to the group, unless the group already has an equal trajectory.
+        """Adds a trajectory to the group, unless the group already contains an identical one.
 
-        Returns the stored trajectory, which is either `t` or the equal trajectory.
+        Returns the stored trajectory, which is either `t` or the identical one.
         """
         for stored in self.trajectories:
             if stored == t:
@@ -174,9 +174,9 @@ def batches(
 ) -> list[list[Group]]:
     """Shuffles the groups in each epoch, and splits them into batches.
 
-    A batch has at most `size` pairs. All pairs of a group are in the same batch, so a group with
-    more pairs gets its own batch. In SFT, groups have no pairs. A group without pairs counts as one
-    pair. The last batch of an epoch may be smaller.
+    A batch contains at most `size` pairs. All pairs of a group are in the same batch, so a group
+    with more pairs gets its own batch. In SFT, groups have no pairs. A group without pairs counts
+    as one pair. The last batch of an epoch may be smaller.
     """
     filled = []
     for _ in range(epochs):
@@ -237,7 +237,7 @@ def learning_rates(
 ) -> list[float]:
     """Returns the learning rate of each step.
 
-    During warmup, which is a fraction of the steps, the learning rate rises linearly from 0 to
+    During warmup (the fraction `warmup` of the steps), the learning rate rises linearly from 0 to
     `peak`. The number of warmup steps is rounded down. (transformers rounds up. If training has
     only one step, rounding up would give this step a learning rate of 0.) After warmup, the
     learning rate follows a cosine decay, or stays constant.
@@ -306,9 +306,8 @@ def logits_at(positions: Tensor, model, **inputs) -> Tensor:
     """Computes the logits at the given positions of each sequence in a batch, (B, K, V).
 
     The argument `logits_to_keep` makes the model compute only these logits, which saves memory.
-    Some models do not have this argument, and some wrappers hide it, for example peft's. For these
-    models, the logits of all positions are computed, and the logits of other positions are
-    discarded.
+    Some models do not have this argument, and some wrappers, such as peft's, hide it. For these
+    models, the logits of all positions are computed, and those of other positions are discarded.
     """
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**inputs, use_cache=False, logits_to_keep=positions).logits
@@ -318,7 +317,7 @@ def logits_at(positions: Tensor, model, **inputs) -> Tensor:
 def trajectory_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
     """Computes log pi(e|u) of each trajectory, (T,), in float64.
 
-    `per_token` has the log-probabilities of all their action tokens, (A,).
+    `per_token` contains the log-probabilities of all their action tokens, (A,).
     """
     # For each action token, the index of its trajectory: 0, 0, 0, 1, 1, ...
     counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
@@ -338,10 +337,10 @@ def add_references(
     log_probs: Callable = token_log_probs,
     fits: Callable = fits_in_pass,
 ) -> None:
-    """Computes log pi_ref(e|u) of each trajectory with pi_ref, and stores it in `t.ref_log_prob`.
+    """Computes log pi_ref(e|u) of each trajectory, and stores it in `t.ref_log_prob`.
 
     In bf16, the log-probabilities of a trajectory depend slightly on the other trajectories in its
-    batch. If the policy starts as pi_ref, its first margins are therefore close to 0, but not
+    batch. If the policy starts from pi_ref, its first margins are therefore close to 0, but not
     exactly 0.
     """
     for micro_batch in micro_batches(groups, fits):
@@ -430,9 +429,9 @@ def preference_loss(
             the sum or the mean of its token log-probabilities.
 
     Returns:
-        A tuple of two dicts. The first dict has the `loss` and its terms `dpo` and `sft`, where
-        loss = dpo + sft. The terms already include the lambdas and the weights of the pairs. The
-        second dict is the result of `pair_statistics`.
+        A tuple of two dicts. The first dict contains the `loss` and its terms `dpo` and `sft`,
+        where loss = dpo + sft. The terms already include the lambdas and the weights of the pairs.
+        The second dict is the result of `pair_statistics`.
     """
     trajectories = trajectories_of(groups)
     pi = trajectory_log_probs(policy, trajectories)                               # (T,)
@@ -464,7 +463,7 @@ def preference_loss(
     dpo = lambda_dpo * weight * preference                                        # (P,)
     sft = lambda_sft * sft_weight * imitation                                     # (P,)
     for column in preference, margin, weight, sft_weight:
-        # torch would broadcast a scalar or a column, so that weights act on the wrong pairs.
+        # torch would broadcast a scalar or a column, so weights would act on the wrong pairs.
         if column.shape != (len(pairs),):
             raise ValueError(f"{len(pairs)} pairs have a loss, margin or weight of shape "
                              f"{tuple(column.shape)}; give one number per pair")
@@ -559,10 +558,10 @@ def train(
     Returns:
         A dict for each step with the entries `step`, `loss`, the terms of the loss, `lr`, `norm`
         and `kinds`. `norm` is the norm of the gradient before clipping. `kinds` maps each kind of
-        pair to a dict, which has the number of its pairs (`count`) and the means of its statistics.
+        pair to a dict of the number of its pairs (`count`) and the means of its statistics.
 
     Raises:
-        ValueError: The model or the data cannot be trained, see `check_trainable`.
+        ValueError: The model or the data cannot be used for training, see `check_trainable`.
         FloatingPointError: The loss or the gradient is not finite. The error is raised before the
             optimiser changes the weights.
     """
@@ -605,8 +604,8 @@ def train(
 def check_trainable(model, steps: list[list[Group]]) -> None:
     """Checks the model and the data for mistakes that would go unnoticed during training.
 
-    Raises ValueError if the model is in training mode (dropout), if trainable weights have a lower
-    precision than fp32, or if a trajectory has no action tokens.
+    Raises ValueError if the model is in training mode, which turns on dropout, if trainable weights
+    have a lower precision than fp32, or if a trajectory has no action tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode, so dropout changes each forward pass and "
