@@ -10,9 +10,9 @@ from common.settings import OldFile
 
 @dataclasses.dataclass(frozen=True)
 class Options(environments.Options):
-    # folder that contains AppWorld's official `data` [a small AppWorld, made on first use]
+    # Folder that contains AppWorld's official `data` [a small AppWorld, made on first use]
     appworld_root: OldFile = None
-    # reward of an episode: "all" is 1 if all tests of the task pass (task goal completion, TGC) and
+    # Reward of an episode: "all" is 1 if all tests of the task pass (task goal completion, TGC) and
     # otherwise 0; "tests" is the fraction of tests that pass [AppWorld; AgentEvolver has both]
     appworld_reward: Literal["all", "tests"] = "all"
 

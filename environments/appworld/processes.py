@@ -181,7 +181,8 @@ class Episode(IsolatedProcess):
 
     Args:
         start: Id of the AppWorld task in whose start state the episode begins.
-        text: The instruction of a task made in training, or None for that of the AppWorld task.
+        text: The instruction of a task that was created during training, or None for the AppWorld
+            task's own.
 
     Attributes:
         owner: Name, email address and phone number of the person who gives the instruction.

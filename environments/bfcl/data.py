@@ -136,8 +136,8 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
 
 
 def _split_of_numbers() -> dict[int, str]:
-    """Returns {task number: split} for the 200 tasks of a category. Tasks with equal start states
-    are in the same split."""
+    """Returns {task number: split} for the 200 tasks of a category. Tasks with identical start
+    states are in the same split."""
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     same_start = defaultdict(list)
     for n, entry in enumerate(base):

@@ -50,7 +50,7 @@ def spider_data(folder: str) -> SQLData:
 def _records(path: Path) -> list[dict]:
     records = []
     for record in read_json(path):
-        # IPR's files have the name of the database in "extra".
+        # IPR's files store the database name in "extra".
         db = record["db"] if "db" in record else record["extra"]["db"]
         records.append(dict(query=text_in(record["query"]), db=text_in(db),
                             gold=" ".join(text_in(record["gold"]).split())))
@@ -58,7 +58,7 @@ def _records(path: Path) -> list[dict]:
 
 
 # The parts of a CREATE TABLE statement that sqlite does not accept, such as (20) in `name`(20),
-# which is the length of a prefix in a key
+# which is the length of a key prefix
 _MYSQL_SYNTAX = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
 
 

@@ -44,8 +44,8 @@ class WebShopServer(Shop):
     with each session, so all episodes with the same goal use the same session.
 
     Errors. Every response must be a WebShop page at the address that the user gave. Otherwise the
-    client raises EnvError. There is one exception. The server cannot route an option with a slash,
-    and responds with the status 404. The page then does not change, and the episode continues.
+    client raises EnvError. There is one exception: the server cannot route an option with a slash,
+    and responds with status 404. The page then does not change, and the episode continues.
 
     Safety. Only the search form sends text that the model wrote.
 
@@ -73,8 +73,8 @@ class WebShopServer(Shop):
     def follow(self, link, query: str = "") -> Page:
         if link:
             return self._client.open(link, self.page)
-        # The server responds to a slash with the status 404, and interprets <r>, <a>, <c> or <q> at
-        # the start of a query as a command. The query is truncated, because Lucene accepts at most
+        # The server responds to a slash with status 404, and interprets <r>, <a>, <c> or <q> at the
+        # start of a query as a command. The query is truncated, because Lucene accepts at most
         # 1,024 words, and because the query becomes part of a URL.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self._client.form, self.page, {"search_query": query})
@@ -214,7 +214,10 @@ class ServerPage:
 
 
 def read_page(html: str, url: str) -> ServerPage:
-    """Reads a page as WebShop's own text environment does, or raises ValueError."""
+    """Parses a page as WebShop's own text environment does.
+
+    Raises ValueError if a link's address or the reward is invalid.
+    """
     soup = BeautifulSoup(html, "html.parser")
 
     def address(tag, name: str) -> str:

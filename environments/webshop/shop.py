@@ -85,7 +85,7 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
     if place.number > 1:
         pieces.append("< Prev")
         links["< prev"] = replace(place, number=place.number - 1)
-    # The last results page has a button "Next >", too. It leads to an empty results page.
+    # The last results page also has a button "Next >", which leads to an empty results page.
     pieces.append("Next >")
     links["next >"] = replace(place, number=place.number + 1)
 
@@ -227,7 +227,7 @@ def type_reward(product: dict, goal: dict, nouns) -> float:
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
-    if title_score == 0:  # without a common noun, the reward is 0 even for equal queries
+    if title_score == 0:  # without a common noun, the reward is 0 even for identical queries
         return 0.0
     if title_score < 0.1:
         return 0.1
