@@ -36,8 +36,8 @@ NO_REPLY = "(no reply)"  # sent instead of an empty message, which some servers 
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
          "completion_tokens")
 
-# HTTP statuses by their meaning. Any other status means that the endpoint refuses either these
-# messages or all requests.
+# Sets of HTTP statuses, named by their meaning. Any other status means that the endpoint refuses
+# this request's messages, or all requests.
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 OF_ALL_REQUESTS = {401, 402, 404, 407}  # key, payment, address and proxy
 OF_THE_BODY = {400, 422}  # possibly because of an optional field, see `Endpoint.bodies`
@@ -56,7 +56,7 @@ class Refused(NotAnswered):
 
 
 class OnlyThoughts(NotAnswered):
-    """The response has reasoning content, but no reply."""
+    """The response contains reasoning, but no reply."""
 
 
 class Transient(Exception):
@@ -74,7 +74,7 @@ class Endpoint:
         path = "/chat/completions"
         self.url = url.rstrip("/").removesuffix(path) + path
         self.timeout = timeout  # maximum time until the next part of a response, in seconds
-        # Request bodies without messages. Some models need another name for the token limit, or
+        # Request bodies without messages. Some models need a different name for the token limit, or
         # accept no temperature. Only the first body that the endpoint answers is kept.
         model = dict(model=name)
         limited = dict(model, max_tokens=max_tokens)
@@ -95,7 +95,7 @@ class Endpoint:
 
         Raises:
             Refused: The endpoint refuses the request, or the last attempt failed.
-            NotAnswered, OnlyThoughts: The response has no reply.
+            NotAnswered, OnlyThoughts: The response contains no reply.
             EndpointError: The endpoint refuses all requests.
         """
         filled = []
@@ -243,8 +243,9 @@ CONTROL = r"""(?:
   | \[ (?: /?INST | TOOL_CALLS | gMASK ) \] | \]~!?b[\[\]] | \[e~\[
 )"""
 END = re.compile(CONTROL, re.I | re.X)
-# The control tokens before a reply, with the name of the agent's role behind each of them. A token
-# with another role is not part of them, because it begins the turn of somebody else.
+# The control tokens before a reply, each of them optionally followed by the name of the agent's
+# role. A token with a different role is not part of them, because it begins the turn of a different
+# role.
 OPENING = re.compile(rf"""(?:
     \s* (?! [<\[] [|｜] [^>\]]{{0,30}} (?:user|system) ) {CONTROL}
     (?! \s* (?:user|system|tool) \s* [\n<] )
@@ -253,8 +254,8 @@ OPENING = re.compile(rf"""(?:
 
 
 def contents(message: dict) -> tuple[str, bool]:
-    """Returns the text of a message, and True if its other fields or parts have reasoning. A lone
-    surrogate in the text becomes the replacement character."""
+    """Returns the text of a message, and True if its other fields or parts contain reasoning. Lone
+    surrogates are replaced with the replacement character."""
     content = message.get("content") or ""
     fields = [value for name, value in message.items() if name not in ("role", "content")]
     reasons = any(isinstance(value, str) and value for value in fields)
@@ -270,7 +271,7 @@ def reply_in(text: str) -> tuple[str, bool]:
 
     The reply starts after the last tag that closes reasoning. If reasoning is opened and not
     closed, there is no reply. Control tokens before the reply are skipped, and the next control
-    token ends the reply. Returns the reply, and True if the text has reasoning.
+    token ends the reply. Returns the reply, and True if the text contains reasoning.
     """
     tags = [*TAG.finditer(text)]
     if tags and not tags[-1]["closes"]:
