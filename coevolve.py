@@ -290,7 +290,7 @@ def too_long(trajectories: Trajectories) -> list[str]:
 #                 (`dpo.train`), `log_probs` runs `dpo.token_log_probs` in parallel on all ranks,
 #                 and `play` runs episodes with an inference copy of a model.
 #     experts     the expert trajectories. The first phase, `collect_experts` in engine/experts.py,
-#                 tokenizes them, and drops those with a low reward and those of evaluated tasks.
+#                 tokenises them, and drops those with a low reward and those of evaluated tasks.
 #     name        the agent's name in files, tables and seeds. After SFT, two agents differ only
 #                 because their seeds differ.
 #     i           the iteration, or 0 after SFT
@@ -521,8 +521,8 @@ def train_dpo(
 def train_target(run: Run, *inputs, **parameters) -> tuple[Trained | Model, dict]:
     """Trains the target with weighted DPO plus SFT, Eq. (9), with the arguments of `train_dpo`.
 
-    --dpo-steps applies only to the target. It makes the targets of different runs comparable,
-    because otherwise the number of their optimiser steps depends on the number of their pairs.
+    --dpo-steps applies only to the target. It makes the targets of different runs comparable.
+    Without it, the number of optimiser steps depends on the number of pairs.
     """
     s = run.settings
     return train_dpo(run, *inputs, **parameters, lambda_dpo=s.lambda_dpo, lambda_sft=s.lambda_sft,
@@ -657,8 +657,8 @@ class Data:
     # supports [none]
     track: types.Free[Optional[str]] = None
     # File of expert trajectories: the data of ETO, the data of IPR, or a trajectory file of another
-    # run. From a trajectory file, the trajectory with the highest reward of each task is used
-    # [scripted experts]
+    # run. From a trajectory file, each task's trajectory with the highest reward is used [scripted
+    # experts]
     experts: types.OldFile = None
     # Drop expert trajectories whose reward is not above this value; expert trajectories that solve
     # their task are always kept [App. A]

@@ -48,7 +48,7 @@ ROUNDING = 1e-9   # the largest difference between two rewards that count as equ
 class Trajectory:
     """The trajectory e of an episode of task u. The episode may still be running.
 
-    A trajectory file (.jsonl) has one trajectory per line.
+    A trajectory file (.jsonl) contains one trajectory per line.
     """
     task: str = ""
     agent: str = ""                  # name of the agent that acted
@@ -120,8 +120,9 @@ class Pair:
     rejected: Trajectory
     weight: float = 1.0      # weight of the pair in the DPO term
     sft_weight: float = 0.0  # weight of the chosen trajectory in the SFT term
-    # The history has one entry for each optimiser step on this pair. An entry has three numbers:
-    # log pi(e|u) of the chosen and of the rejected trajectory, and the margin (see `dpo_loss`).
+    # The history contains one entry for each optimiser step on this pair. An entry consists of
+    # three numbers: log pi(e|u) of the chosen and of the rejected trajectory, and the margin (see
+    # `dpo_loss`).
     history: list[tuple[float, float, float]] = field(default_factory=list)
 
 
@@ -175,8 +176,8 @@ def batches(
     """Shuffles the groups in each epoch, and splits them into batches.
 
     A batch contains at most `size` pairs. All pairs of a group are in the same batch, so a group
-    with more pairs gets its own batch. In SFT, groups have no pairs. A group without pairs counts
-    as one pair. The last batch of an epoch may be smaller.
+    with more pairs gets its own batch. In SFT, groups contain no pairs. A group without pairs
+    counts as one pair. The last batch of an epoch may be smaller.
     """
     filled = []
     for _ in range(epochs):
@@ -202,7 +203,7 @@ def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
 
 
 def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
-    """Returns True if a padded batch of the trajectories has at most `tokens` tokens.
+    """Returns True if a padded batch of the trajectories contains at most `tokens` tokens.
 
     All trajectories are padded to the length of the longest one.
     """
@@ -561,7 +562,7 @@ def train(
         pair to a dict of the number of its pairs (`count`) and the means of its statistics.
 
     Raises:
-        ValueError: The model or the data cannot be used for training, see `check_trainable`.
+        ValueError: The model or the data cannot be used for training (see `check_trainable`).
         FloatingPointError: The loss or the gradient is not finite. The error is raised before the
             optimiser changes the weights.
     """
@@ -605,7 +606,7 @@ def check_trainable(model, steps: list[list[Group]]) -> None:
     """Checks the model and the data for mistakes that would go unnoticed during training.
 
     Raises ValueError if the model is in training mode, which turns on dropout, if trainable weights
-    have a lower precision than fp32, or if a trajectory has no action tokens.
+    have a lower precision than fp32, or if a trajectory contains no action tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode, so dropout changes each forward pass and "

@@ -229,8 +229,8 @@ class Environment(Interaction):
     A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and implements `start` and
     `step`. If there is a scripted expert, the subclass also implements `expert`. All other
     attributes and methods have defaults. The commands accept NAME if the file
-    `environments/NAME/__init__.py` has a settings class `Options` that creates the environment.
-    docs/environments.md has a complete example.
+    `environments/NAME/__init__.py` defines a settings class `Options` that creates the environment.
+    docs/environments.md contains a complete example.
 
     Each task has an id of the form NAME-SPLIT-KEY, and a value. The method `find` returns the value
     for an id. The value can have any type, for example a goal, a question or a number. New tasks

@@ -47,8 +47,9 @@ most likely based on.
 
 `docs/mutual.md` lists all differences from the paper. There are two main differences. First, the
 paper's explorer is Qwen3-Max, which reflects on each signal before it explores. Here the explorer
-is the agent itself, without reflection. (`lab/chat/explorer.py` has an explorer that reflects.)
-Second, D evolves after every E steps here, and after each training iteration in the paper.
+is the agent itself, without reflection. (`lab/chat/explorer.py` contains an explorer that
+reflects.) Second, D evolves after every E steps here, and after each training iteration in the
+paper.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks only
 """
@@ -342,7 +343,7 @@ def train_step(
         norm=mean([update["norm"] for update in updates]),
         sampler=numbers["sampler"],
         clipped=mean([update["kinds"]["action"]["clipped"] for update in updates]),
-        kl=numbers["kl"])  # nats per trajectory
+        kl=numbers["kl"])  # in nats per trajectory
 
 
 # ------------------------------------------------------------------------ the tasks of each step
@@ -377,9 +378,9 @@ def plan(run: Run, task_set: Rows, planned: Rows, i: int, steps: int) -> tuple[R
 
 
 # ----------------------------------------------------------------------------------- the signals
-# s(x) is the success rate of a task x in one step: the fraction of successes in its task group.
-# Each kind of signal has a function that yields rows of signals.jsonl. A row contains the task, and
-# some conversations as evidence. The evidence is used only by an explorer that reflects on signals
+# s(x) is the success rate of a task x in one step: the fraction of successes in its task group. For
+# each kind of signal, a function yields rows of signals.jsonl. A row contains the task, and some
+# conversations as evidence. The evidence is used only by an explorer that reflects on signals
 # (lab/chat/explorer.py).
 
 
@@ -677,7 +678,7 @@ def abstract(run: Run, task_set: Rows, explored: list[Explored], i: int) -> tupl
     """Makes candidates from the explorer's episodes, in random order.
 
     Each row is one candidate with these entries:
-        signal: The `signal` of the explored trajectory, see `Explored`.
+        signal: The `signal` of the explored trajectory (see `Explored`).
         source: The id of the explored task.
         text: The request to the agent, as text.
         task: The definition of the new task, from which the environment creates the task.

@@ -8,8 +8,8 @@ Literal, Optional[str], or one of the types defined below, such as Rate.
     # Beta of Eq. (7) in iteration 1 [App. B; ETO]
     beta: Rate = 0.1
 
-In --help, the settings of a class are listed under a heading, which is the first line of the
-docstring of the class.
+In --help, the settings of a class are listed under a heading, the first line of the class's
+docstring.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def limited(kind, message: str, holds: Callable):
 
 
 def following(kind, name: str):
-    """Returns the type of a setting that follows the setting `name`, see `Follows`."""
+    """Returns the type of a setting that follows the setting `name` (see `Follows`)."""
     return Annotated[kind, Follows(name)]
 
 
