@@ -79,8 +79,8 @@ def take(run, branch: str, now: dict) -> dict:
     if seed:
         run.print(f"the copied outputs were made with another {seed}; `compare` will not pair this "
                   "run with others of its seed")
-    # Record the seed of the run that made the earliest copied outputs. It is in the entry `branch`
-    # if RUN was itself started with --branch.
+    # Record the seed of the run that made the earliest copied outputs. This seed is in the entry
+    # `branch` if RUN was itself started with --branch.
     first_seed = config.get("branch", {}).get("seed", config["settings"]["seed"])
     branch = dict(run=str(source), output=output, seed=first_seed, settings=settings, code=code)
     return dict(branch=branch, taken=taken)

@@ -31,7 +31,7 @@ class Encoder:
     space in Llama 2, this text belongs to the reply.
 
     Args:
-        tokenizer: A tokenizer of transformers that has a chat template.
+        tokenizer: A transformers tokenizer with a chat template.
         vocabulary_size: The number of rows in the model's embedding matrix. The default is the
             tokenizer's largest token id plus 1.
 
@@ -230,7 +230,7 @@ class Encoder:
         """Returns a copy of the trajectory that has an action mask of 0 for end-of-turn tokens.
 
         If the last reply ended the episode and was not the only reply, the action mask of the last
-        reply is 0, too. The DPO loss of a rejected trajectory then does not teach the agent to
+        reply is also 0. The DPO loss of a rejected trajectory then does not teach the agent to
         avoid ending its replies and episodes. If no action token is left, the trajectory is
         returned unchanged.
         """
@@ -247,7 +247,7 @@ class Encoder:
         """Returns the `Sampler` that defines the distribution of an agent's tokens.
 
         Special tokens are suppressed, except for the end-of-turn token. Ids that belong to no token
-        are suppressed, too, because the embedding matrix may have more rows than the vocabulary.
+        are also suppressed, because the embedding matrix may have more rows than the vocabulary.
         """
         special_ids = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
         allowed = self.valid_ids - set(special_ids) | {self.end_of_turn}

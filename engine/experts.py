@@ -116,7 +116,7 @@ def check_not_trained_on(
 
 
 def trained_on(model: Path, env: str) -> set[str]:
-    """Returns the ids of the tasks of an environment that a model was trained on.
+    """Returns the ids of an environment's tasks that a model was trained on.
 
     The ids are known only if the model is inside the folder of the run that trained it.
     """

@@ -62,14 +62,14 @@ def distributed_log_probs(
     if ranks == 1:
         return own
 
-    # Value: each rank has the log-probabilities of its own forward passes, and zeros for all other
-    # tokens. The sum over ranks contains all log-probabilities, so every rank can compute the loss
-    # of the whole batch.
+    # Value: each rank holds the log-probabilities of its own forward passes, and zeros for all
+    # other tokens. The sum over ranks contains all log-probabilities, so every rank can compute the
+    # loss of the whole batch.
     # Gradient: the gradient of the batch is the sum of the ranks' gradients. However, FSDP and
     # `average_and_clip` compute the mean over ranks. Multiplying each rank's gradient by the number
     # of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
-    gradient = ranks * (own - own.detach())  # its value is 0, so it only adds a gradient
+    gradient = ranks * (own - own.detach())  # its value is 0, so it adds only a gradient
     return value + gradient
 
 

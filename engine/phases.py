@@ -129,9 +129,9 @@ class Phases:
         self.name = ""  # the name of the output that the current phase makes
         # Maps each output that this process has made or reused to its record in phases.json.
         self.done = {}
-        # Maps paths to keys that identify their content. The key of a model of this run is the
-        # cache key of the phase that trained it, and the key of a model from the Hugging Face Hub
-        # is its commit. The keys of all other paths are made of file hashes.
+        # Maps paths to keys that identify their content. For a model of this run, the key is the
+        # cache key of the phase that trained it. For a model from the Hugging Face Hub, it is the
+        # commit. For all other paths, it consists of file hashes.
         self.keys = {}
         # Only the main rank needs the code version, because only this rank writes config.json.
         self.code = code_now() if self.main else None

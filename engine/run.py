@@ -31,7 +31,7 @@ from engine.sampling import TokenSampler
 from engine.trajectories import row_of
 from environments import make
 
-# The backends of a model for which all backends are correct, see `self_check.select_backends`.
+# The backends of a model for which all backends are correct (see `self_check.select_backends`).
 ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
@@ -97,7 +97,7 @@ class Run(Phases):
     def load(self, folder: Path, groups: Sequence[Group] = ()):
         """Loads a model, and returns it ready for training on `groups`.
 
-        The groups determine whether gradient checkpointing is used, see `Machine.recomputes`.
+        The groups determine whether gradient checkpointing is used (see `Machine.recomputes`).
         """
         with agent_errors(self, folder):
             model = models.load(self.machine.accelerator, folder, self.machine.recomputes(groups),
@@ -151,8 +151,8 @@ class Run(Phases):
     ) -> tuple[Trained, dict]:
         """Trains a model with AdamW.
 
-        The log train.jsonl has one line per training step. The log margins.jsonl has one line per
-        pair, and exists only if there are pairs.
+        The log train.jsonl contains one line per training step. The log margins.jsonl contains one
+        line per pair, and exists only if there are pairs.
 
         Args:
             model: A model that `load` returned. It is trained in place.
@@ -305,7 +305,7 @@ def select_backends(s, base: Path, machine: Machine, encoder) -> dict:
 
 
 def model_backends(s, model: Path, machine: Machine, encoder) -> dict:
-    """Returns the backends that give correct results for a model, see `engine.self_check`.
+    """Returns the backends that give correct results for a model (see `engine.self_check`).
 
     Raises UsageError if no backend does, or if transformers cannot save the model.
     """

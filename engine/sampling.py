@@ -28,13 +28,13 @@ class Sampler:
 
     The GRPO loss also uses this distribution. With the model's own distribution, a negative
     advantage would decrease the probability of the sampled tokens, and thereby increase that of
-    suppressed tokens. These are never sampled, so they get no advantage that could correct this.
+    suppressed tokens. Suppressed tokens are never sampled, so no advantage can correct this.
 
     Args:
         temperature: The sampling temperature. If it is 0, decoding is greedy.
         suppressed_ids: The token ids that are never sampled, such as special tokens.
         vocabulary_size: The number of token ids in use. If the model has more logits, the extra ids
-            are suppressed, too, unless `suppressed_ids` is empty. By default, all logits are used.
+            are also suppressed, unless `suppressed_ids` is empty. By default, all logits are used.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),

@@ -106,7 +106,7 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     """Creates three or four test sequences of random tokens.
 
     1. A long sequence of almost `longest` tokens.
-    2. Another long sequence. Its first third is the same as in sequence 1.
+    2. Another long sequence. Its first third is identical to that of sequence 1.
     3. A short sequence of at most SHORT_TOKENS tokens.
     4. A sequence of `longest` / 3 tokens, unless sequence 3 already has this length. Some bugs
        occur only at medium lengths.
