@@ -2,8 +2,8 @@
 
 The file is a JSON list, as published by ETO (Song et al. 2024) and IPR (Xiong et al. 2024), or
 contains JSON lines, as written by a run of this project. The opening of a trajectory is its prompt
-and its first observation. The opening must be the same as that of the task in our environment. If
-the two openings differ, the trajectory was made on a different task.
+and its first observation. The opening must match the task's opening in our environment. If the two
+openings differ, the trajectory was made on a different task.
 """
 
 import json
@@ -137,7 +137,7 @@ def never_replied(row: dict) -> bool:
 
 
 def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Raises ValueError if a required field is missing, or if the row has an unknown field.
+    """Raises ValueError if a required field is missing, or if the row contains an unknown field.
 
     Unknown fields are not ignored, because a field may change the meaning of the row. For example,
     it may mark messages that the model should not be trained on.

@@ -32,7 +32,7 @@ class Options(environments.Options):
 
     @staticmethod
     def scenario(task: str) -> str | None:
-        return task.rpartition("_")[0] or None  # tasks made in training have no scenario
+        return task.rpartition("_")[0] or None  # tasks created during training have no scenario
 
     def make(self, view):
         from environments.appworld.environment import AppWorld

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jail  # noqa: E402
 
-MAX_CALLS = 50  # maximum number of API calls that are reported per reply (our choice)
+MAX_CALLS = 50  # maximum number of API calls that are reported per reply [ours]
 
 
 # ------------------------------------------------------------------------------- inside an episode

@@ -22,8 +22,8 @@ NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
 DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # options of prctl
-# Limits of an isolated process (our choice)
-SIZE = 128 << 20      # maximum bytes in a file, and in all files in writable folders together
+# Limits of an isolated process [ours]
+SIZE = 128 << 20      # maximum number of bytes in a file, and in all writable folders together
 MAX_FILES = 10_000    # maximum number of files and folders in writable folders
 MAX_OPEN = 256        # maximum number of open files
 MAX_THREADS = 200     # maximum number of threads
@@ -78,7 +78,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> No
     die_with_parent()  # again, because entering a user namespace resets this setting
     build_root(visible, own, user)
     if process := os.fork():
-        # The client only notices the end of the new process if no other copy of its sockets exists.
+        # The client notices the end of the new process only if no other copy of its sockets exists.
         os.closerange(0, report)
         _, status = os.waitpid(process, 0)
         if status != 9:

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.settings import UsageError
 from envs import EnvError
 
-# All limits are our choice.
+# All limits are our own choice [ours].
 SECONDS = 20          # time limit of the code in one reply, in seconds
 MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
 GRACE_SECONDS = 5     # seconds that a process has to stop code that reached its time limit
@@ -29,7 +29,7 @@ class ProcessEnded(Exception):
 
 
 class Server:
-    """The server process that has imported the package appworld, see child.py.
+    """The server process that has imported the package appworld (see child.py).
 
     Args:
         python: Path of the Python interpreter that has the package appworld.

@@ -1,7 +1,7 @@
 """Settings of the environment BFCL.
 
-It contains the multi-turn tasks of BFCL v3 (Berkeley Function Calling Leaderboard). The tasks run
-on the simulators of the package bfcl-eval.
+The environment contains the multi-turn tasks of BFCL v3 (Berkeley Function Calling Leaderboard).
+The tasks run on the simulators of the package bfcl-eval.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ class Bfcl(Environment):
     Args:
         view: "full" shows the documentation of each function as JSON, "short" in one line.
         bfcl_category: One of CATEGORIES, or "all".
-        bfcl_split: "ours" or "published", see `Options`.
+        bfcl_split: "ours" or "published" (see `Options`).
         bfcl_reward: "all" or "turns".
     """
     name = "bfcl"

@@ -18,8 +18,8 @@ MAX_CALLS = 8  # maximum number of calls in the solution of a task from a templa
 class TaskGenerator:
     """Makes, checks and verifies new tasks.
 
-    A task is a dict with "start", "turns" and "calls", see `data.tasks`. A candidate is a dict with
-    "text" (all messages of the user), "task" and "solution" (a list of replies that solve the
+    A task is a dict with "start", "turns" and "calls" (see `data.tasks`). A candidate is a dict
+    with "text" (all messages of the user), "task" and "solution" (a list of replies that solve the
     task). A candidate from the template also contains the item "template", which is True.
     """
     form = ("A task is what a user asks for, in one message that holds every value that is needed "
@@ -49,8 +49,8 @@ class TaskGenerator:
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes at most two candidates from an episode.
 
-        The solution consists of a random call of the episode and the useful earlier calls, see
-        `useful`. The first candidate has the whole solution in one turn. The second candidate
+        The solution consists of a random call of the episode and the useful earlier calls (see
+        `useful`). The first candidate contains the whole solution in one turn. The second candidate
         divides the solution into two or three turns. Each of these turns, except the last turn,
         ends with a call that changed a state. If no call before the last one changed a state, there
         is no second candidate.

@@ -22,7 +22,7 @@ class Options(ProtocolOptions):
     mysql_url: Address = None
 
     presets = {
-        "": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
+        "": dict(iterations=5, expert_min_reward=1.0),  # from App. B and App. A
         # These are the reasons for some of the values for the model "tiny".
         #
         # start_from: GRPO on the training tasks improves the validation reward. GRPO on tasks that

@@ -6,9 +6,9 @@ server. Both classes have these methods:
     run(sql)      checks the text of an agent's query, and runs the query
     execute(sql)  runs a gold query without checking its text
 
-Both methods return a list of row tuples, None if the query has no result set, or an error text that
-starts with ERROR. A query must be a single statement that reads data. Its time and the size of its
-result are limited.
+Both methods return a list of row tuples, None if the query has no result set, or an error message
+that starts with ERROR. A query must be a single statement that reads data. Its time and the size of
+its result are limited.
 """
 
 import calendar

@@ -55,11 +55,11 @@ class InterCodeSQL(Environment):
     """The environment InterCodeSQL. Each task is a question about a database.
 
     The agent explores the database with SQL queries, and submits the result of its last query as
-    the answer. The value of a task is a question, see `questions.SQLData`.
+    the answer. The value of a task is a question (see `questions.SQLData`).
 
     Args:
         view: "full", or "short" for a very small model. In the short view, a reply consists of a
-            query or the word "submit", and results are shorter, see `in_short`.
+            query or the word "submit", and results are shorter (see `in_short`).
         intercode_data: Path of the folder with InterCode's data, or None for generated databases.
         mysql_url: Address of the server with InterCode's databases, or None to use sqlite.
     """
@@ -256,7 +256,7 @@ def kendall_tau(a: list[str], b: list[str]) -> float:
     """
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
     concordant = 0  # number of concordant pairs minus number of discordant pairs
-    ties = 0  # number of pairs of equal texts, the same in both orderings
+    ties = 0  # number of pairs of identical texts, the same in both orderings
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)

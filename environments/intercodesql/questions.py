@@ -11,7 +11,7 @@ from functools import cache
 
 from environments import numbered, saying
 
-DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run (our choice)
+DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run [ours]
 
 # Each database has one table of sites, such as schools, and one or two tables of people or things,
 # such as teachers, who belong to sites. The names of tables and columns are single words, so that a

@@ -22,7 +22,7 @@ from envs import EnvError
 
 @lru_cache(maxsize=2)
 def spider_data(folder: str) -> SQLData:
-    """Reads InterCode's or IPR's questions from a folder, and the dump if the folder has one.
+    """Reads InterCode's or IPR's questions from a folder, and the dump if the folder contains one.
 
     IPR publishes splits. InterCode's questions are split by database. Of every five databases, in
     alphabetical order, the fourth is for validation, the fifth for testing, and the others are for
@@ -86,7 +86,7 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump into a server, and creates a user for each database.
 
-    Each user can only read its own database. Existing tables are replaced. The dump's CREATE USER
+    Each user can read only its own database. Existing tables are replaced. The dump's CREATE USER
     statement is skipped, because it creates a user "admin" with the password "admin" and all
     privileges.
 

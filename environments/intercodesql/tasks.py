@@ -15,7 +15,7 @@ from environments.intercodesql import questions
 from environments.intercodesql.databases import ERROR, Sqlite, code_of
 from environments.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
-COPIES = 4  # number of copies of a database with new random rows, see `effect` [ours]
+COPIES = 4  # number of copies of a database with new random rows (see `effect`) [ours]
 # {placeholder of a gold query: pattern of its possible values}
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
@@ -49,7 +49,7 @@ def families(sql: str):
 class TaskGenerator:
     """Makes, checks and verifies new tasks.
 
-    A task is a question, see `questions.SQLData`. A candidate is a dict with `text` (the question
+    A task is a question (see `questions.SQLData`). A candidate is a dict with `text` (the question
     in words), `task` and `solution` (a list of replies that solve the task).
     """
     form = ("A task is a question about this database that one SELECT answers; it names the same "

@@ -63,7 +63,7 @@ _TYPE_WORDS = {word for name in TYPES for word in name.split()}
 
 
 def type_words(name: str) -> list[str]:
-    """Returns the words of a product's name that are part of the name of a product type.
+    """Returns the words of a product's name that occur in the name of a product type.
 
     The reward compares these words. WebShop's official code compares nouns instead, and finds them
     with a part-of-speech tagger.
@@ -264,7 +264,7 @@ def fitting(results, want):
 
     Args:
         results: A list of (product number, title, price), see `read_results`.
-        want: The parsed instruction, see `read_instruction`.
+        want: The parsed instruction (see `read_instruction`).
     """
     by_matches = defaultdict(list)
     for asin, title, price in results:

@@ -90,7 +90,7 @@ class Link:
 
 
 class Client:
-    """An HTTP client for a WebShop server, see `WebShopServer`."""
+    """An HTTP client for a WebShop server (see `WebShopServer`)."""
     timeout = 60.0         # timeout of a request in seconds
     load_timeout = 1200.0  # timeout of a request while the server may be loading its catalogue
     # {server URL: {goal: instruction}} of all goals that this process has read
@@ -204,7 +204,7 @@ class Client:
 
 @dataclass
 class ServerPage:
-    """The parsed content of a page of a real server."""
+    """The parsed content of a page from a real server."""
     pieces: list[str]        # the visible texts, split at HTML tags
     # {text: Link} of the buttons, products and options; texts of buttons and products in lower case
     links: dict[str, Link]

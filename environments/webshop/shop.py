@@ -31,7 +31,7 @@ class WebShop(Shop):
     """The built-in WebShop, with a generated catalogue.
 
     It has the same pages, actions and reward as a WebShop server that was started with --attrs. The
-    value of a task is a goal, see `catalogue.ShopData`.
+    value of a task is a goal (see `catalogue.ShopData`).
     """
     test_splits = ("test", "unseen")
     max_results = 50
@@ -194,8 +194,8 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
     n_att is the number of requested attributes A that the product has. n_opt is the number of
     requested options O that the agent has chosen. r_price is 1 if the price is within the limit,
-    and otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller, see
-    `type_reward`.
+    and otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller (see
+    `type_reward`).
 
     Args:
         product: A dict with name, Title, query, product_category, Attributes, BulletPoints and

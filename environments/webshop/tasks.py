@@ -29,7 +29,7 @@ class TaskGenerator:
         for product in self.products:
             self.options.update(*product["options"].values())
 
-        self.instructions = set()   # normalised instructions of all splits, see `words_of`
+        self.instructions = set()   # normalised instructions of all splits (see `words_of`)
         self.training_keys = set()  # keys of the training goals
         self.evaluated = set()      # `goal_key` of the goals outside "train"
         for split, goals in shop.data.goals.items():
