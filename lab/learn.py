@@ -9,7 +9,7 @@ The best trajectory of each task becomes its expert trajectory. First, the agent
 preference learning, Eq. (9), on pairs of trajectories of the same task. In a pair, the trajectory
 with the higher reward is the chosen one, Eq. (8). The reference model is the agent after SFT.
 
-The trained agent is written to the folder OUT. The run itself is in OUT/run, and has the same
+The trained agent is written to the folder OUT. The run itself is in OUT/run, and contains the same
 phases as a run of coevolve.py. To resume an interrupted run, repeat the command.
 """
 
@@ -105,7 +105,7 @@ def others(run: Run, file: Path, experts: list[Trajectory],
            name: str) -> tuple[list[Trajectory], dict]:
     """Returns the trajectories of the agent `name` that did not become expert trajectories. Tasks
     without an expert trajectory are left out."""
-    lines = {t.task: t.rollout for t in experts}  # task -> line number of expert trajectory
+    lines = {t.task: t.rollout for t in experts}  # task -> line number of its expert trajectory
     kept = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
     if not kept:

@@ -2,8 +2,8 @@
 
 Errors are classified by the HTTP status and the finish_reason alone. Their texts are printed, but
 never parsed, because each provider words them differently, and because they may quote the prompt. A
-status does not distinguish a refused conversation from a refused account. This is decided by
-repeating a request that was answered before, see `Paid.send` in evaluate.py.
+status does not distinguish a refused conversation from a refused account. `Paid.send` in
+evaluate.py decides this by repeating a request that was answered before.
 
 The API key is read from an environment variable. It is never written to a file, a log or an error
 message.
@@ -39,8 +39,8 @@ USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "pro
 # Sets of HTTP statuses, named by their meaning. Any other status means that the endpoint refuses
 # this request's messages, or all requests.
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
-OF_ALL_REQUESTS = {401, 402, 404, 407}  # key, payment, address and proxy
-OF_THE_BODY = {400, 422}  # possibly because of an optional field, see `Endpoint.bodies`
+OF_ALL_REQUESTS = {401, 402, 404, 407}  # errors of the key, payment, address or proxy
+OF_THE_BODY = {400, 422}  # possibly because of an optional field (see `Endpoint.bodies`)
 
 
 class EndpointError(EnvError):
@@ -90,7 +90,7 @@ class Endpoint:
         """Sends messages and returns the model's reply. Transient errors are retried.
 
         Returns:
-            The reply, and a dict of usage numbers. The dict has the keys of USAGE except
+            The reply, and a dict of usage numbers. The dict contains the keys of USAGE except
             cut_prompts. `unreported` is 1 if the endpoint reports no token counts.
 
         Raises:

@@ -39,8 +39,8 @@ from lab.chat.endpoint import (
     Refused,
 )
 
-BYTES_PER_TOKEN = 4  # average for estimates of token counts [OpenAI, for English]
-SLOTS = 16  # concurrent requests, unless --slots is given [ours]
+BYTES_PER_TOKEN = 4  # average, used to estimate token counts [OpenAI, for English]
+SLOTS = 16  # number of concurrent requests, unless --slots is given [ours]
 
 
 def evaluate_model(run: Run) -> None:
@@ -142,10 +142,10 @@ class Paid:
         """Sends a request, and returns the reply and its usage. If the request is refused, checks
         whether the endpoint refuses this conversation or all requests.
 
-        For this check, a request that was answered before is repeated. If the repetition is
-        refused, too, the endpoint refuses all requests, for example because of an empty account,
-        and nothing is recorded. If it is answered, the refused request is sent once more, because
-        the refusal may have been temporary. If no request was answered before, the opening of a
+        For this check, a request that was answered before is repeated. If the repetition is also
+        refused, the endpoint refuses all requests, for example because of an empty account, and
+        nothing is recorded. If it is answered, the refused request is sent once more, because the
+        refusal may have been temporary. If no request was answered before, the opening of a
         different conversation is sent instead.
 
         Raises:
@@ -272,8 +272,8 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """Returns the total usage of all responses of the current phase, with the keys of USAGE.
-        If there are empty replies, or responses with reasoning only, their numbers are included."""
+        """Returns the total usage of all responses in the current phase, with the keys of USAGE. If
+        there are empty replies, or responses with reasoning only, their numbers are included."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
         usage = {name: sum(row[name] for row in rows) for name in USAGE}
         events = dict(only_thoughts=self.noticed["only_thoughts"],
@@ -388,7 +388,7 @@ class Chat(Stated):
     # Name of the model at its endpoint [none]
     model_name: Optional[str] = None
     # Number of few-shot examples at the start of each conversation. They are expert trajectories,
-    # or with --protocol eto the examples in ETO's prompts [ETO; 0 in the code of IPR on WebShop]
+    # or, with --protocol eto, the examples in ETO's prompts [ETO; 0 in the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
     # Action if the endpoint does not reply to a task, although it replies to others: "stop" ends
     # the run, "zero" ends only the episode, with reward 0 [ours]

@@ -3,7 +3,7 @@
     --explorer https://host/v1 --explorer-model NAME
 
 By default, the agent itself explores. With these settings, the model at the endpoint interprets the
-signals, explores, and proposes new tasks. A signal is a sign of a weakness of the agent, such as a
+signals, explores, and proposes new tasks. A signal indicates a weakness of the agent, such as a
 task that it solved before and no longer solves.
 
 The output of the endpoint is treated as untrusted data. The environment parses the endpoint's
@@ -27,11 +27,12 @@ from evolve import Rows, by_one_rank, env_with
 from lab.chat.endpoint import Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, stop_if_all
 
-LONGEST = 6000  # maximum characters of a conversation that is quoted in a prompt [ours]
-# Maximum characters of the first message of such a conversation, and of each later message [ours]
+LONGEST = 6000  # maximum number of characters of a conversation in a prompt [ours]
+# Maximum number of characters of the first message of such a conversation, and of each later
+# message [ours]
 OPENING, TURN = 1500, 1000
-REPLY = 1024  # maximum tokens of a reply [ours]
-LONGEST_REPLY = 20_000  # only this many characters of a reply are parsed [ours]
+REPLY = 1024  # maximum number of tokens in a reply [ours]
+LONGEST_REPLY = 20_000  # maximum number of parsed characters of a reply [ours]
 
 REFLECT = """\
 An agent works in an environment. Here is where it is weak: {signal}.

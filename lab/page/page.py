@@ -86,7 +86,7 @@ def status_of(run: Path) -> str:
 
 def hash_source(source: str) -> str:
     """Returns the entry of the content security policy that allows this style or script."""
-    digest = hashlib.sha256(source.encode("ascii")).digest()  # the ASCII page has the same bytes
+    digest = hashlib.sha256(source.encode("ascii")).digest()  # the page contains the same bytes
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
@@ -181,7 +181,7 @@ def name_of_pair(row: dict) -> tuple:
 
 
 def interest(runs, target: str) -> tuple:
-    """Returns the sort key of a task, which sorts interesting tasks first:
+    """Returns the sort key of a task. Interesting tasks come first:
 
     1. Explored tasks come before tasks that were only evaluated.
     2. Tasks with a lower best reward of the target agent in the last iteration come first. Tasks

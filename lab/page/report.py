@@ -16,7 +16,7 @@ from lab.runfiles import SOLVED, config_of, evaluations_in, phases_of, rows_in
 # A table is (title, names of the columns, rows). A column name that begins with < aligns its column
 # to the left.
 Table = tuple[str, list[str], list[tuple]]
-SAMPLES = 2000  # number B of samples of the bootstrap
+SAMPLES = 2000  # number B of bootstrap samples
 # Keys of a phase's record that are bookkeeping, not results.
 RECORDS = {"function", "cache_key", "output", "i", "hash", "stat", "content", "edited"}
 

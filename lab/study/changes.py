@@ -58,8 +58,8 @@ def listed(outputs: list[str]) -> str:
 
 
 def code_changes(run: Path, others) -> list[str]:
-    """Compares the recorded code of a run with that of each of the other runs. Returns the names of
-    all code files that differ."""
+    """Compares the recorded code of a run with that of each other run. Returns the names of all
+    code files that differ."""
     code = config_of(run).get("code")
     names = {}
     for other in others:

@@ -15,7 +15,7 @@ from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of, phases_with, target_of
 from lab.settings import METHODS, Settings
 
-# ETO with the pair weights and the SFT term of Section 4.3, which the paper also adds to DPO.
+# ETO with the pair weights and the SFT term that the paper adds to DPO in Section 4.3.
 ETO_SFT = "--method eto --lambda-sft {lambda_sft} --pair-weights instruction"
 # The settings of each arm of the first system, coevolve.py. A value in braces is taken from the
 # `coevolve` or `evolve` run with the same seed (see `taken_from`):

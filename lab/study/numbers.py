@@ -79,7 +79,7 @@ def interval(group: list[tuple], measure: str) -> dict:
     """Computes the mean of a measure over seeds, or of its differences, and the 95% intervals.
 
     Args:
-        group: The rows of an arm, or of a pair of arms, see `single` and `paired`.
+        group: The rows of an arm, or of a pair of arms (see `single` and `paired`).
 
     Returns:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
@@ -189,7 +189,7 @@ def sampling(settings: dict, rollouts: int) -> str:
 
 
 def after_the_last(evals: list[dict]) -> list[dict]:
-    """Returns the last evaluation of each agent of each run on each split."""
+    """Returns, for each run, each agent's last evaluation on each split."""
     last = {}
     for e in sorted(evals, key=lambda e: e["iteration"]):
         last[e["arm"], e["agent"], e["split"], e["seed"]] = e
@@ -216,13 +216,13 @@ def average(of_envs: list[list[dict]]) -> list[dict]:
 
 
 def costs(runs: Runs) -> list[dict]:
-    """Returns one row per run, with its costs after the initial SFT phase, see `COSTS`."""
+    """Returns one row per run, with its costs after the initial SFT phase (see `COSTS`)."""
     rows = []
     for arm, seed, run in each(runs):
         phases = phases_of(run)
         trained = training_phases(phases)
         target = [row for row in trained if is_target(row, phases)]
-        played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
+        played = [*explorations_in(phases), *target]  # training in `evolve.py` also plays episodes
         values = (sum(row["steps"] for row in target), sum(row["steps"] for row in trained),
                   sum(row.get("tokens", 0) for row in target),
                   sum(row.get("episodes", 0) for row in played))

@@ -50,7 +50,7 @@ def make_runs(
     for arm, flags in arms.items():  # so that errors in settings appear before any run starts
         words = flags.format(steps=1, tasks=1, lambda_sft=1).split()
         parse(["--env", env, *settings[arm], *words], Settings, METHODS, environment)
-    folder.mkdir(parents=True, exist_ok=True)  # for the logs
+    folder.mkdir(parents=True, exist_ok=True)  # the logs need this folder
     started = {}  # (seed, arm) -> future
 
     def make_run(seed: int, arm: str) -> None:
