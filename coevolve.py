@@ -8,7 +8,7 @@ only weak contrast" to the expert, so that DPO overfits to the experts. A failur
 succeeds differs from a success only in what matters, so it teaches the target this difference.
 
     failure        a trajectory with a reward below 1
-    hard negative  a failure that is close to success; analyses count rewards of at least 0.6
+    hard negative  a failure that is close to success; in analyses, its reward is at least 0.6
     pair           two trajectories of one task; a > b means that a is the chosen one
 
 This is the method in pseudocode, in the order of the code. SFT is supervised fine-tuning, and DPO
@@ -791,7 +791,7 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
                  "sft_epochs", "sft_lr", "iterations", "rollouts", "temperature", "dpo_epochs",
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
     # Presets change the defaults of settings. "tiny" applies if --model is tiny. "--protocol eto"
-    # and "--method eto" apply if these settings are given. "quick" applies with --quick, and "quick
+    # and "--method eto" apply to runs with these settings. "quick" applies with --quick, and "quick
     # tiny" applies with both --quick and --model tiny. If several presets change the same setting,
     # the last one in this order has priority. Environments define more presets. A value on the
     # command line has priority over all presets.

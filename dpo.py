@@ -1,7 +1,7 @@
 """Training: batches, token log-probabilities, reference models, losses and the optimiser loop.
 
 This file is raw PyTorch, and imports nothing else from this project. It is in the order in which
-training runs. Equation numbers refer to arXiv 2511.22254. Its notation is:
+training runs. Equation numbers refer to arXiv 2511.22254. The notation is:
 
     u        a task
     e        a trajectory
@@ -381,8 +381,8 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Computes the SFT loss, Eq. (3)-(5), summed over all trajectories in the groups."""
-    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A). In the paper, A is the set of the tokens
-    # of thoughts and actions. The tensor `policy` contains log pi of only these tokens.
+    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A). In the paper, A is the set of thought and
+    # action tokens. The tensor `policy` contains log pi of only these tokens.
     return dict(loss=-policy.double().sum()), {}
 
 

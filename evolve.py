@@ -844,38 +844,38 @@ Fraction = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 
 @dataclass(frozen=True)
 class Grpo:
     """Training with GRPO on the task set D"""
-    # The initial agent of GRPO: "sft" first fine-tunes --model on expert trajectories, and "none"
+    # Initial agent of GRPO: "sft" first fine-tunes --model on expert trajectories, and "none"
     # starts from --model directly [ours; notes: none]
     warm_start: Literal["sft", "none"] = "sft"
-    # The number T of training steps [notes]
+    # Number T of training steps [notes]
     grpo_steps: types.Growing[types.Count] = 120
-    # The number E of training steps between consecutive evolutions of the task set D. A segment has
-    # E steps [notes; summary: each iteration]
+    # Number E of training steps between consecutive evolutions of the task set D. A segment has E
+    # steps [notes; summary: each iteration]
     evolve_every: types.Count = 10
-    # The number of segments between consecutive evaluations [notes: 20 steps]
+    # Number of segments between consecutive evaluations [notes: 20 steps]
     evaluate_every: types.Count = 2
-    # The number B of tasks per training step [notes; AgentEvolver]
+    # Number B of tasks per training step [notes; AgentEvolver]
     step_tasks: types.Count = 32
-    # The number K of episodes per task in a step [notes; AgentEvolver]
+    # Number K of episodes per task in a step [notes; AgentEvolver]
     step_rollouts: AtLeastTwo = 8
-    # The constant learning rate of GRPO [notes; AgentEvolver]
+    # Constant learning rate of GRPO [notes; AgentEvolver]
     grpo_lr: types.Rate = 1e-6
-    # The sampling temperature of training episodes [notes; AgentEvolver]
+    # Sampling temperature of training episodes [notes; AgentEvolver]
     grpo_temperature: PositiveTemperature = 0.9
-    # The weight beta of the KL term; a larger weight makes the policy stay closer to the initial
-    # agent [notes; AgentEvolver]
+    # Weight beta of the KL term; a larger weight makes the policy stay closer to the initial agent
+    # [notes; AgentEvolver]
     grpo_kl: types.Weight = 1e-3
 
 
 @dataclass(frozen=True)
 class NewTasks(Grpo):
     """The initial task set, and the checks of new tasks"""
-    # The source of the initial task set D_0: unguided exploration ("explore"), or the training
-    # split ("train") [summary; train: ours]
+    # Source of the initial task set D_0: unguided exploration ("explore"), or the training split
+    # ("train") [summary; train: ours]
     start_from: Literal["explore", "train"] = "explore"
-    # The maximum number of tasks in D_0 [notes]
+    # Maximum number of tasks in D_0 [notes]
     start_tasks: types.Count = 100
-    # The threshold for near-duplicates: a new task is refused if the Jaccard similarity between its
+    # Threshold for near-duplicates: a new task is refused if the Jaccard similarity between its
     # words and those of a new task in D reaches this value [AgentEvolver]
     near_text: Fraction = 0.8
     # Verify each new task before it joins D; the solution of the task is replayed in the
@@ -886,14 +886,14 @@ class NewTasks(Grpo):
 @dataclass(frozen=True)
 class Evolution(NewTasks, types.Stated):
     """Signals that guide exploration, and the growth of D"""
-    # The kinds of weakness signals that guide exploration, separated by commas [summary]
+    # Kinds of weakness signals that guide exploration, separated by commas [summary]
     signals: SignalNames = ",".join(SIGNALS)
     # Minimum number of episodes of a segment in which a rare action pattern occurs; rarer patterns
     # are ignored [summary; notes: 2]
     rare_min: types.Count = 1
     # At most this many randomly chosen signals of each kind are explored per evolution [ours]
     picks: types.Count = 8
-    # The tasks that the agent explores: those that the chosen signals name ("signals"), or the same
+    # Tasks that the agent explores: those that the chosen signals name ("signals"), or the same
     # number of random tasks of the task set ("random") [summary; random: notes]
     guide: Literal["signals", "random"] = "signals"
 
@@ -906,7 +906,7 @@ class Evolution(NewTasks, types.Stated):
 @dataclass(frozen=True)
 class Settings(Evolution, coevolve.Settings):
     """All settings of a run"""
-    # The training method, one of the methods listed at the top of --help [the paper]
+    # Training method, one of the methods listed at the top of --help [the paper]
     method: str = "evolve"
 
     essential = (*coevolve.Settings.essential, "warm_start", "grpo_steps", "evolve_every",
