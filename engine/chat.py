@@ -417,6 +417,7 @@ class Template:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error message, after the error's type if it is a single word."""
+    """Returns the first line of an error message, with the error's type in front of a single word.
+    """
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

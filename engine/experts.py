@@ -129,7 +129,7 @@ def trained_on(model: Path, env: str) -> set[str]:
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the first trajectory with the highest reward, for each task."""
+    """Returns the first trajectory with the highest reward of each task."""
     best = {}  # task -> trajectory
     for t in trajectories:
         if t.task not in best or better(t.reward, best[t.task].reward):

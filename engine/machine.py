@@ -314,7 +314,7 @@ def slots_that_fit(
     Args:
         free: The free memory on the GPU in bytes, after the model was loaded.
         tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
-            takes as much memory as one of this length.
+            takes as much memory as an episode of this length.
         bf16: Whether the model runs in bf16. If False, it runs in fp32.
         prefill_tokens: The maximum number of tokens in a prefill pass, summed over its episodes.
     """

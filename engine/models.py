@@ -363,7 +363,8 @@ def layers(model) -> torch.nn.ModuleList:
 
 
 def unshared_layers(model) -> list[torch.nn.Module]:
-    """Returns the layers that share no parameters with other layers. In Zamba, some layers do."""
+    """Returns the layers that share no parameters with other layers. In Zamba, some layers share
+    them."""
     uses = Counter()
     for layer in layers(model):
         uses.update(layer.parameters())

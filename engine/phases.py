@@ -116,7 +116,8 @@ class Phases:
         Args:
             encoder: The `engine.chat.Encoder` of the base model.
             options: The settings that are specific to the environment.
-            reads: The names of the settings that the method reads. Only they are recorded.
+            reads: The names of the settings that the method reads. Only these settings are
+                recorded.
             backends: The backends of a new run, for its config.json; None for an existing run.
         """
         self.machine = machine

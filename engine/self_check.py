@@ -160,8 +160,8 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
 def pass_error(model, sequences: list[Ids], passes: str) -> float:
     """Returns the numerical error of a backend for forward passes, defined as in `reply_error`.
 
-    The backend computes the log-probabilities of all test sequences in a single forward pass, which
-    is compared with a plain forward pass for each sequence.
+    The backend computes the log-probabilities of all test sequences in a single forward pass. They
+    are compared with those of a plain forward pass for each sequence.
     """
     trajectories = []
     for ids in sequences:

@@ -10,7 +10,7 @@ from common.files import whole_lines
 from common.settings import UsageError
 from engine.chat import first_line
 
-# Maps training metrics to their names in an experiment tracker, which are those of TRL.
+# Maps training metrics to their names in an experiment tracker. TRL uses the same names.
 TRL_NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
          "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
          "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
