@@ -69,7 +69,7 @@ def converse(env: Environment, observation: str,
     Args:
         env: The environment, after a call to `reset` or `start`.
         act: A function that takes an observation and returns a reply. If the function raises Stuck
-            or StopIteration, the episode ends with the reward 0.
+            or StopIteration, the episode ends with reward 0.
     """
     messages = env.opening(observation)
     for turn in range(1, env.max_turns + 1):

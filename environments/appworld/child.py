@@ -48,7 +48,7 @@ def play(task: str, text: str | None, lines, send) -> None:
 
     Args:
         text: The instruction of a task that was created during training, or None for the AppWorld
-            task's own.
+            task's own instruction.
         lines: Iterator over the requests. Each request is a line of JSON.
         send: Function that sends its keyword arguments as a line of JSON.
     """

@@ -182,7 +182,7 @@ class Episode(IsolatedProcess):
     Args:
         start: Id of the AppWorld task in whose start state the episode begins.
         text: The instruction of a task that was created during training, or None for the AppWorld
-            task's own.
+            task's own instruction.
 
     Attributes:
         owner: Name, email address and phone number of the person who gives the instruction.

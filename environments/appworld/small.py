@@ -7,7 +7,7 @@ from this project. Every run creates identical files.
 
 Twelve people sign up for three apps and create contacts, notes and alarms with the apps' public
 APIs. No API creates the records about a task's owner, the person who gives the instruction, so
-these are written directly to a database.
+these records are written directly to a database.
 """
 
 import json

@@ -59,7 +59,7 @@ class Column:
 
     def draw_name(self, rng: random.Random) -> str:
         """Returns a random name of the column for a question. With a probability of two thirds or
-        more, it is the name in the database."""
+        more, the result is the name in the database."""
         return rng.choice([*(self.concept or [self.name]), *[self.name] * 3])
 
 

@@ -168,7 +168,7 @@ def listed_as_fitting(product: dict, goal: dict) -> bool:
 
 
 def meets(product: dict, goal: dict) -> bool:
-    """Returns True if the purchase of a product with the goal's options earns 1."""
+    """Returns True if the purchase of a product with the goal's options earns reward 1."""
     options = sum(product["options"].values(), [])
     return listed_as_fitting(product, goal) and {*goal["goal_options"]} <= {*options}
 

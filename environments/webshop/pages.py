@@ -38,7 +38,7 @@ class Shop(Environment):
     """The base class of the built-in WebShop and of the client for a real server.
 
     Texts and rules are the same as in WebShop's official text environment, with two exceptions.
-    First, a search is only valid on the search page. Second, the page after a purchase ends at
+    First, a search is valid only on the search page. Second, the page after a purchase ends at
     "Your code:", because the official page shows the goal and the reward below it.
 
     The short view is for a very small model. Results pages, item pages and sub-pages omit the
