@@ -250,10 +250,10 @@ def make_groups(rollouts: Iterable[Trajectories]) -> tuple[list[TaskGroup], list
 @dataclass(frozen=True)
 class Baselines(Stated):
     """DART and PPO"""
-    # The budget N of DART: a task gets N x f additional rollouts, where f is the fraction of
-    # failures among its first rollouts [Section 5.3]
+    # Budget N of DART: a task gets N x f additional rollouts, where f is the fraction of failures
+    # among its first rollouts [Section 5.3]
     dart_budget: Whole = 10
-    # The learning rate of PPO; it stays constant after a linear warmup, as in DPO [ours]
+    # Learning rate of PPO; it stays constant after a linear warmup, as in DPO [ours]
     ppo_lr: Rate = 1e-6
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:

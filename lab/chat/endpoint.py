@@ -244,8 +244,8 @@ CONTROL = r"""(?:
 )"""
 END = re.compile(CONTROL, re.I | re.X)
 # The control tokens before a reply, each of them optionally followed by the name of the agent's
-# role. A token with a different role is not part of them, because it begins the turn of a different
-# role.
+# role. A token that is followed by a different role is not part of them, because it begins that
+# role's turn.
 OPENING = re.compile(rf"""(?:
     \s* (?! [<\[] [|｜] [^>\]]{{0,30}} (?:user|system) ) {CONTROL}
     (?! \s* (?:user|system|tool) \s* [\n<] )

@@ -141,7 +141,7 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
 
 
 def name_of(row: dict) -> tuple:
-    """Returns the key by which a pair names a trajectory of its task."""
+    """Returns the key by which a pair refers to a trajectory of its task."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
