@@ -8,14 +8,14 @@ only weak contrast" to the expert, so that DPO overfits to the experts. A failur
 succeeds differs from a success only in what matters, so it teaches the target this difference.
 
     failure        a trajectory with a reward below 1
-    hard negative  a failure that is close to success; analyses count rewards of at least 0.6
-    pair           two trajectories of one task; chosen > rejected means that the first is preferred
+    hard negative  a failure that is close to success; in analyses, its reward is at least 0.6
+    pair           two trajectories of one task; a > b means that a is the chosen one
 
 This is the method in pseudocode, in the order of the code. SFT is supervised fine-tuning, and DPO
 is direct preference optimisation. Both losses are in `dpo.py`.
 
     target  = SFT(base model, experts)                                           Eq. (3)-(5)
-    failure = SFT(base model, experts in another order)
+    failure = SFT(base model, experts in a different order)
     for K iterations:
         e_tgt, e_fail = episodes of both agents, on every task of the experts
         D_fail  = better failure > worse failure, any two failures of a task     Eq. (6), 4.2
@@ -27,8 +27,8 @@ is direct preference optimisation. Both losses are in `dpo.py`.
 
 Three files contain the method. Read this file first, then `dpo.py` (losses and training loop), and
 then `envs.py` (environments and episodes). Agents and environments exchange only text. The folder
-`engine/` has the code that loads models, runs them and saves results. You can treat this code as a
-black box.
+`engine/` contains the code that loads models, runs them and saves results. You can treat this code
+as a black box.
 
     task        an instruction for the agent, u in the paper
     episode     one attempt at a task, recorded as a trajectory e
@@ -79,14 +79,15 @@ def coevolve(run: Run) -> None:
 
     `once(output, phase, *inputs, **parameters)` returns the value of phase(run, *inputs,
     **parameters), and saves it in the run's folder under the name `output`. If the run is started
-    again, `once` skips the phase and returns the saved value, unless an input has changed. Values
-    are trajectories, pairs and models. You may change them between two phases, for example:
+    again, `once` skips the phase and returns the saved value, unless its inputs or parameters have
+    changed. Values are trajectories, pairs and models. You may change them between two phases, for
+    example:
 
         pairs = [pair for pair in pairs if pair.chosen.reward > 0.5]
 
     Such a line runs at each start, and the next phase runs again only if its input has changed.
-    Changes in the code of a phase are not detected. After such a change, start a new run with
-    another --out or with --branch RUN@OUTPUT.
+    Changes in the code of a phase are not detected. After such a change, start a new run with a
+    different --out or with --branch RUN@OUTPUT.
     """
     s = run.settings
     once = run.once
@@ -114,7 +115,7 @@ def coevolve(run: Run) -> None:
                        name="failure", i=i)
 
         # The target learns from the same rollouts [the paper's summary]. With "after", the failure
-        # agent first plays again, since it has learned [the paper's introduction].
+        # agent first plays again, because it has been trained [the paper's introduction].
         if s.failure_plays == "after":
             buffer.append(e_fail)
             e_fail = once(f"iter{i}/failure-again.jsonl", explore, failure, experts,
@@ -139,7 +140,7 @@ def d_fail(e_tgt: Trajectories, e_fail: Trajectories, s: Settings) -> tuple[Pair
     if s.d_fail == "none":  # without pairs, the failure agent is not trained after SFT
         return [], []
     # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}, where the failure e_w is preferred to the
-    # failure e_l. Each of these pairs has one failure of the target and one failure of the failure
+    # failure e_l. Each of these pairs contains one failure of the target and one of the failure
     # agent. By default, we also use pairs of two failures from the same agent, because the failure
     # agent learns from failures "from both the target and itself" (Section 4.2). Pairs from one
     # agent exist only with several rollouts per task. The paper samples one rollout per task.
@@ -165,8 +166,8 @@ def d_tgt(
     # Section 4.3: "the total weight of all expert-prediction pairs generated for a given
     # instruction sums to 1.0". We use these weights in the SFT term as well [ours]. The SFT weight
     # stays 0 if the chosen trajectory is an agent's failure, even if the failure has a higher
-    # reward than the expert trajectory. The reason for the SFT weight 0 is "to avoid introducing
-    # misleading supervision from incorrect trajectories".
+    # reward than the expert trajectory. The paper does this "to avoid introducing misleading
+    # supervision from incorrect trajectories".
     for pair in pairs:
         if s.pair_weights == "instruction":
             pair.weight = 1.0 / len(pairs)
@@ -174,13 +175,13 @@ def d_tgt(
             pair.sft_weight = pair.weight
 
     # Section 4.3: "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0".
-    # Of expert pairs, it says: "This prevents these pairs from dominating the training signal", and
-    # later: "This design prevents over-counting of expert signals while ensuring that failure pairs
-    # receive full emphasis". In the paper, each agent plays each task once. The expert pairs of a
-    # task have a total weight of 1, and the only failure pair of the task has the weight 1. If the
+    # About expert pairs, it says: "This prevents these pairs from dominating the training signal",
+    # and later: "This design prevents over-counting of expert signals while ensuring that failure
+    # pairs receive full emphasis". In the paper, each agent plays each task once. The expert pairs
+    # of a task have a total weight of 1, and the only failure pair of the task has weight 1. If the
     # target has M rollouts of a task and the other agent has N, the task has up to M x N failure
-    # pairs. Here, each of them has the weight 1 / (M x N), so the failure pairs of a task have a
-    # total weight of at most 1 [ours]. It is lower if some comparisons make no pair.
+    # pairs. Here, each of them has weight 1 / (M x N), so the failure pairs of a task have a total
+    # weight of at most 1 [ours]. The total is lower if some comparisons make no pair.
     #
     # In Eq. (8), the target's failure is always the chosen trajectory. In this code, the chosen
     # trajectory is the failure with the higher reward, as in Eq. (6) [ours].
@@ -203,17 +204,17 @@ def expert_pairs(
     trajectories: Trajectories,
     s: Settings,
 ) -> tuple[Pairs, list[str]]:
-    """Pairs each trajectory of a task with the expert trajectory of the task, as in ETO.
+    """Pairs each trajectory of a task with the task's expert trajectory, as in ETO.
 
-    Each pair has the weight 1 in the DPO term and 0 in the SFT term.
+    Each pair has weight 1 in the DPO term and 0 in the SFT term.
     """
     pairs, dropped = separate(against_expert(expert, t, s) for t in usable(trajectories))
     return pairs, too_long(trajectories) + dropped
 
 
-# A comparison of two trajectories returns a pair, or a string, the reason why there is no pair. Two
-# trajectories with the same tokens are no pair, because every policy gives both of them the same
-# log-probability. Their rewards can differ only if different texts have the same tokens.
+# A comparison of two trajectories returns a pair, or a string with the reason why there is no pair.
+# Two trajectories with the same tokens make no pair, because every policy gives both of them the
+# same log-probability. Their rewards can differ only if different texts have the same tokens.
 SAME_TOKENS = "equal tokens with different rewards"
 
 
@@ -233,8 +234,8 @@ def better_failure(a: Trajectory, b: Trajectory) -> Pair | str:
 def against_expert(expert: Trajectory, t: Trajectory, s: Settings) -> Pair | str:
     """Compares an agent's trajectory with the expert trajectory of the task.
 
-    The rules are those of the function construct_preference of ETO. The trajectory with the higher
-    reward is chosen, even if this is the agent's trajectory (see --expert-beaten). In Eq. (8), by
+    The rules are those of ETO's function construct_preference. The trajectory with the higher
+    reward is chosen, even if it is the agent's trajectory (see --expert-beaten). In Eq. (8), by
     contrast, the expert trajectory is always chosen.
     """
     if equal(expert.reward, t.reward):
@@ -275,7 +276,7 @@ def usable(trajectories: Trajectories) -> Trajectories:
 
 
 def too_long(trajectories: Trajectories) -> list[str]:
-    """Returns a string for each trajectory that is not usable."""
+    """Returns the reason "too long" for each trajectory that is not usable."""
     return ["too long" for t in trajectories if not is_usable(t)]
 
 
@@ -289,7 +290,7 @@ def too_long(trajectories: Trajectories) -> list[str]:
 #                 (`dpo.train`), `log_probs` runs `dpo.token_log_probs` in parallel on all ranks,
 #                 and `play` runs episodes with an inference copy of a model.
 #     experts     the expert trajectories. The first phase, `collect_experts` in engine/experts.py,
-#                 tokenizes them, and drops those with a low reward and those of evaluated tasks.
+#                 tokenises them, and drops those with a low reward and those of evaluated tasks.
 #     name        the agent's name in files, tables and seeds. After SFT, two agents differ only
 #                 because their seeds differ.
 #     i           the iteration, or 0 after SFT
@@ -334,16 +335,16 @@ def target_pairs(
 
 
 def eto_pairs(run: Run, experts: Trajectories, rollouts: Trajectories) -> tuple[Pairs, dict]:
-    """Makes ETO's pairs of all tasks. Each pair has the expert trajectory of its task."""
+    """Makes ETO's pairs of all tasks. Each pair contains the expert trajectory of its task."""
     made = [expert_pairs(*lists, run.settings) for lists in by_task(experts, rollouts)]
     return joined(run, experts, made)
 
 
 def by_task(experts: Trajectories, *rollouts: Trajectories) -> Iterator[tuple]:
-    """Yields the trajectories of one task after the other.
+    """Yields the trajectories of all tasks, one task at a time.
 
-    Each item is a tuple with the expert trajectory of the task, and for each of the lists in
-    `rollouts` a list with its trajectories of the task.
+    Each item is a tuple: the expert trajectory of a task, and for each list in `rollouts`, the list
+    of its trajectories of this task.
     """
     lists = defaultdict(lambda: [[] for _ in rollouts])  # task id -> lists of trajectories
     for n, trajectories in enumerate(rollouts):
@@ -360,7 +361,7 @@ def joined(
 ) -> tuple[Pairs, dict]:
     """Joins the pairs of all tasks.
 
-    Also returns the number of pairs of each kind, and how often each reason for a drop occurred.
+    Also returns the number of pairs of each kind, and the number of drops for each reason.
     """
     pairs = []
     dropped = Counter()
@@ -418,7 +419,7 @@ def evaluate_all(run: Run, i: int, **models: Model) -> None:
 
 
 def summarise(trajectories: Trajectories, hard_threshold: float) -> dict:
-    """Returns the mean reward and other metrics of trajectories, of which there is at least one.
+    """Returns the mean reward and other metrics of a non-empty list of trajectories.
 
     The fractions `success`, `hard_negative` and `other_failure` are the three rates of Table 2.
     They sum to 1. `turns` is the mean number of replies per episode. `idle` is the fraction of
@@ -469,9 +470,9 @@ def train_dpo(
 ) -> tuple[Trained | Model, dict]:
     """Trains an agent on its pairs with DPO, Eq. (7), or with Eq. (9) if the lambdas are given.
 
-    Without pairs, the model is left unchanged. `after_sft` is the agent after SFT, the reference
-    model with --reference sft. `steps` is the number of optimiser steps. If it is 0, --dpo-epochs
-    determines the number.
+    Without pairs, the model is left unchanged. `after_sft` is the agent after SFT, which
+    --reference sft uses as the reference model. `steps` is the number of optimiser steps. If it is
+    0, --dpo-epochs determines the number.
     """
     s = run.settings
     groups, dropped = preference_groups(pairs, experts, s, run.encoder)
@@ -520,8 +521,8 @@ def train_dpo(
 def train_target(run: Run, *inputs, **parameters) -> tuple[Trained | Model, dict]:
     """Trains the target with weighted DPO plus SFT, Eq. (9), with the arguments of `train_dpo`.
 
-    --dpo-steps applies only to the target. It makes the targets of different runs comparable,
-    because otherwise the number of their optimiser steps depends on the number of their pairs.
+    --dpo-steps applies only to the target. It makes the targets of different runs comparable.
+    Without it, the number of optimiser steps depends on the number of pairs.
     """
     s = run.settings
     return train_dpo(run, *inputs, **parameters, lambda_dpo=s.lambda_dpo, lambda_sft=s.lambda_sft,
@@ -534,13 +535,13 @@ def preference_groups(
     s: Settings,
     encoder,
 ) -> tuple[list[Group], list[str]]:
-    """Groups pairs by task, and truncates rejected trajectories, or masks their ends.
+    """Groups pairs by task. Depending on the settings, truncates or masks rejected trajectories.
 
     Returns:
         One group for each task with pairs, and the reasons why pairs were dropped. A group stores
         each trajectory only once, even if several pairs use it. If a trajectory is chosen in one
-        pair and rejected in another pair, a group may store two versions: the full trajectory and
-        the truncated trajectory.
+        pair and rejected in another pair, a group may store two versions of it: the original, and
+        the truncated or masked one.
     """
     expert_turns = {expert.task: expert.turns for expert in experts}
     groups = defaultdict(Group)  # the group of each task, by task id
@@ -568,7 +569,7 @@ def preference_groups(
 
 
 def sft(run: Run) -> None:
-    """Runs only imitation of the experts, Eq. (3)-(5)."""
+    """Runs only SFT on the expert trajectories, Eq. (3)-(5)."""
     experts = run.once("experts.jsonl", collect_experts, run.expert_file)
     target = run.once("sft-target", train_sft, run.base, experts, name="target")
     evaluate_all(run, 0, target=target)
@@ -578,8 +579,8 @@ def eto(run: Run) -> None:
     """Runs ETO, "a DPO-only baseline" [Section 5.1]: the loop without the failure agent.
 
     The pairs and the loss are computed as in co-evolution, so --lambda-sft can add the SFT term. By
-    default, this method sets lambda_sft to 0 and the weights of all pairs to 1, which gives the
-    pairs and the loss of ETO.
+    default, this method sets lambda_sft to 0 and the weights of all pairs to 1, which gives ETO's
+    pairs and loss.
     """
     s = run.settings
     once = run.once
@@ -656,8 +657,8 @@ class Data:
     # supports [none]
     track: types.Free[Optional[str]] = None
     # File of expert trajectories: the data of ETO, the data of IPR, or a trajectory file of another
-    # run. From a trajectory file, the trajectory with the highest reward of each task is used
-    # [scripted experts]
+    # run. From a trajectory file, each task's trajectory with the highest reward is used [scripted
+    # experts]
     experts: types.OldFile = None
     # Drop expert trajectories whose reward is not above this value; expert trajectories that solve
     # their task are always kept [App. A]
@@ -671,7 +672,7 @@ class Data:
     # Minimum reward of a hard negative; a failure with a lower reward is not hard [Section 5.2.1]
     hard_threshold: types.Weight = 0.6
     # Format of the text that the agent sees; "short" is for small models, and leaves out repeated
-    # text. With "short", scripted expert trajectories also have no ReAct thoughts [ours]
+    # text. With "short", scripted expert trajectories also contain no thoughts [ours]
     view: Literal["full", "short"] = "full"
     # Maximum number of tokens in a trajectory (context length); a longer episode is stopped [ours]
     max_tokens: types.Count = 4096
@@ -703,7 +704,7 @@ class Common(MachineSettings, Sft, Data):
 @dataclass(frozen=True)
 class Preferences:
     """Exploration and preference training (Sections 4.2 and 4.3)"""
-    # Number K of iterations; each iteration has exploration and preference training [App. B; 5 on
+    # Number K of iterations; each consists of exploration and preference training [App. B; 5 on
     # InterCodeSQL]
     iterations: types.Growing[types.Count] = 3
     # Number of rollouts that an agent samples per task, in each iteration [Section 5.2.1]
@@ -722,11 +723,11 @@ class Preferences:
     dpo_batch: types.Count = 32
     # Learning rate of preference training in iteration 1 [App. B; ETO]
     dpo_lr: types.Rate = 1e-6
-    # Learning rate in later iterations; if only --dpo-lr is given, it is the same [App. B; ETO]
+    # Learning rate in later iterations; equals --dpo-lr if only --dpo-lr is given [App. B; ETO]
     dpo_lr_later: types.following(types.Rate, "dpo_lr") = 5e-7
     # Factor beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
     beta: types.Rate = 0.1
-    # Factor beta in later iterations; if only --beta is given, it is the same [App. B; ETO]
+    # Factor beta in later iterations; equals --beta if only --beta is given [App. B; ETO]
     beta_later: types.following(types.Rate, "beta") = 0.5
     # Weight of the DPO term in Eq. (9) [Section 4.3]
     lambda_dpo: types.Weight = 1.0
@@ -745,18 +746,18 @@ class Preferences:
     # makes the agent's trajectory the chosen one, and "drop" makes no pair [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
     # Weights of the target's expert pairs: "instruction" normalises them, so that the weights of
-    # each task sum to 1; "none" gives each pair the weight 1, as in ETO [Section 4.3]
+    # each task sum to 1; "none" gives each pair weight 1, as in ETO [Section 4.3]
     pair_weights: Literal["instruction", "none"] = "instruction"
     # Weight of each failure pair of the target: "rollouts" is 1 / (M x N), where the target has M
-    # rollouts of the task and the other agents have N; "none" gives each pair the weight 1 [ours]
+    # rollouts of the task and the other agents have N; "none" gives each pair weight 1 [ours]
     failure_pair_weights: Literal["rollouts", "none"] = "rollouts"
     # Failure pairs of the target: "cross" compares each failure of the target with each failure of
     # another agent; "hard" is the same, but drops a pair if its chosen trajectory is not a hard
     # negative; "none" uses no failure pairs [Eq. 8]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
-    # Maximum number of replies that a rejected trajectory may have in addition to the expert
-    # trajectory's number of replies. Longer rejected trajectories are truncated; a negative value
-    # turns truncation off [ETO]
+    # Maximum number of additional replies in a rejected trajectory, compared with the expert
+    # trajectory. Longer rejected trajectories are truncated; a negative value turns truncation off
+    # [ETO]
     cut_turns: int = 5
     # Whether log pi of a rejected trajectory includes the end-of-turn tokens and the reply that
     # ended the episode: "count" includes them, and "leave out" masks them, so that the DPO loss
@@ -789,11 +790,11 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
                  "train_tasks", "eval_tasks", "eval_splits", "max_tokens", "max_new_tokens",
                  "sft_epochs", "sft_lr", "iterations", "rollouts", "temperature", "dpo_epochs",
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
-    # Presets change the defaults of settings. The preset "tiny" applies to runs with the model
-    # tiny, "--protocol eto" and "--method eto" to runs with these settings, "quick" to runs with
-    # --quick, and "quick tiny" to runs with both --quick and the model tiny. If several presets
-    # change the same setting, the last preset in this order has priority. Environments define
-    # additional presets. A value on the command line has priority over all presets.
+    # Presets change the defaults of settings. "tiny" applies if --model is tiny. "--protocol eto"
+    # and "--method eto" apply to runs with these settings. "quick" applies with --quick, and "quick
+    # tiny" applies with both --quick and --model tiny. If several presets change the same setting,
+    # the last one in this order has priority. Environments define more presets. A value on the
+    # command line has priority over all presets.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1),
                "--protocol eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
                "--method eto": dict(lambda_sft=0.0, pair_weights="none"),  # DPO alone

@@ -1,7 +1,7 @@
 """Training: batches, token log-probabilities, reference models, losses and the optimiser loop.
 
 This file is raw PyTorch, and imports nothing else from this project. It is in the order in which
-training runs. Equation numbers refer to arXiv 2511.22254. Its notation is:
+training runs. Equation numbers refer to arXiv 2511.22254. The notation is:
 
     u        a task
     e        a trajectory
@@ -48,7 +48,7 @@ ROUNDING = 1e-9   # the largest difference between two rewards that count as equ
 class Trajectory:
     """The trajectory e of an episode of task u. The episode may still be running.
 
-    A trajectory file (.jsonl) has one trajectory per line.
+    A trajectory file (.jsonl) contains one trajectory per line.
     """
     task: str = ""
     agent: str = ""                  # name of the agent that acted
@@ -120,8 +120,9 @@ class Pair:
     rejected: Trajectory
     weight: float = 1.0      # weight of the pair in the DPO term
     sft_weight: float = 0.0  # weight of the chosen trajectory in the SFT term
-    # The history has one entry for each optimiser step on this pair. An entry has three numbers:
-    # log pi(e|u) of the chosen and of the rejected trajectory, and the margin (see `dpo_loss`).
+    # The history contains one entry for each optimiser step on this pair. An entry consists of
+    # three numbers: log pi(e|u) of the chosen and of the rejected trajectory, and the margin (see
+    # `dpo_loss`).
     history: list[tuple[float, float, float]] = field(default_factory=list)
 
 
@@ -130,15 +131,15 @@ class Group:
     """The trajectories of one task, and the pairs that compare them.
 
     Each trajectory is stored only once, even if it is in several pairs. In an optimiser step, each
-    trajectory therefore needs only one forward pass, and not one for each of its pairs.
+    trajectory therefore needs one forward pass, not one per pair.
     """
     trajectories: list[Trajectory] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
 
     def add(self, t: Trajectory) -> Trajectory:
-        """Adds a trajectory to the group, unless the group already has an equal trajectory.
+        """Adds a trajectory to the group, unless the group already contains an identical one.
 
-        Returns the stored trajectory, which is either `t` or the equal trajectory.
+        Returns the stored trajectory, which is either `t` or the identical one.
         """
         for stored in self.trajectories:
             if stored == t:
@@ -174,9 +175,9 @@ def batches(
 ) -> list[list[Group]]:
     """Shuffles the groups in each epoch, and splits them into batches.
 
-    A batch has at most `size` pairs. All pairs of a group are in the same batch, so a group with
-    more pairs gets its own batch. In SFT, groups have no pairs. A group without pairs counts as one
-    pair. The last batch of an epoch may be smaller.
+    A batch contains at most `size` pairs. All pairs of a group are in the same batch, so a group
+    with more pairs gets its own batch. In SFT, groups contain no pairs. A group without pairs
+    counts as one pair. The last batch of an epoch may be smaller.
     """
     filled = []
     for _ in range(epochs):
@@ -202,7 +203,7 @@ def micro_batches(groups: list[Group], fits: Callable) -> list[list[Group]]:
 
 
 def fits_in_pass(trajectories: list[Trajectory], tokens: int = 4096) -> bool:
-    """Returns True if a padded batch of the trajectories has at most `tokens` tokens.
+    """Returns True if a padded batch of the trajectories contains at most `tokens` tokens.
 
     All trajectories are padded to the length of the longest one.
     """
@@ -237,7 +238,7 @@ def learning_rates(
 ) -> list[float]:
     """Returns the learning rate of each step.
 
-    During warmup, which is a fraction of the steps, the learning rate rises linearly from 0 to
+    During warmup (the fraction `warmup` of the steps), the learning rate rises linearly from 0 to
     `peak`. The number of warmup steps is rounded down. (transformers rounds up. If training has
     only one step, rounding up would give this step a learning rate of 0.) After warmup, the
     learning rate follows a cosine decay, or stays constant.
@@ -306,9 +307,8 @@ def logits_at(positions: Tensor, model, **inputs) -> Tensor:
     """Computes the logits at the given positions of each sequence in a batch, (B, K, V).
 
     The argument `logits_to_keep` makes the model compute only these logits, which saves memory.
-    Some models do not have this argument, and some wrappers hide it, for example peft's. For these
-    models, the logits of all positions are computed, and the logits of other positions are
-    discarded.
+    Some models do not have this argument, and some wrappers, such as peft's, hide it. For these
+    models, the logits of all positions are computed, and those of other positions are discarded.
     """
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**inputs, use_cache=False, logits_to_keep=positions).logits
@@ -318,7 +318,7 @@ def logits_at(positions: Tensor, model, **inputs) -> Tensor:
 def trajectory_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
     """Computes log pi(e|u) of each trajectory, (T,), in float64.
 
-    `per_token` has the log-probabilities of all their action tokens, (A,).
+    `per_token` contains the log-probabilities of all their action tokens, (A,).
     """
     # For each action token, the index of its trajectory: 0, 0, 0, 1, 1, ...
     counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
@@ -338,10 +338,10 @@ def add_references(
     log_probs: Callable = token_log_probs,
     fits: Callable = fits_in_pass,
 ) -> None:
-    """Computes log pi_ref(e|u) of each trajectory with pi_ref, and stores it in `t.ref_log_prob`.
+    """Computes log pi_ref(e|u) of each trajectory, and stores it in `t.ref_log_prob`.
 
     In bf16, the log-probabilities of a trajectory depend slightly on the other trajectories in its
-    batch. If the policy starts as pi_ref, its first margins are therefore close to 0, but not
+    batch. If the policy starts from pi_ref, its first margins are therefore close to 0, but not
     exactly 0.
     """
     for micro_batch in micro_batches(groups, fits):
@@ -381,8 +381,8 @@ def references_of(trajectories: list[Trajectory]) -> list[float]:
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[dict, dict]:
     """Computes the SFT loss, Eq. (3)-(5), summed over all trajectories in the groups."""
-    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A). In the paper, A is the set of the tokens
-    # of thoughts and actions. The tensor `policy` contains log pi of only these tokens.
+    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A). In the paper, A is the set of thought and
+    # action tokens. The tensor `policy` contains log pi of only these tokens.
     return dict(loss=-policy.double().sum()), {}
 
 
@@ -430,9 +430,9 @@ def preference_loss(
             the sum or the mean of its token log-probabilities.
 
     Returns:
-        A tuple of two dicts. The first dict has the `loss` and its terms `dpo` and `sft`, where
-        loss = dpo + sft. The terms already include the lambdas and the weights of the pairs. The
-        second dict is the result of `pair_statistics`.
+        A tuple of two dicts. The first dict contains the `loss` and its terms `dpo` and `sft`,
+        where loss = dpo + sft. The terms already include the lambdas and the weights of the pairs.
+        The second dict is the result of `pair_statistics`.
     """
     trajectories = trajectories_of(groups)
     pi = trajectory_log_probs(policy, trajectories)                               # (T,)
@@ -464,7 +464,7 @@ def preference_loss(
     dpo = lambda_dpo * weight * preference                                        # (P,)
     sft = lambda_sft * sft_weight * imitation                                     # (P,)
     for column in preference, margin, weight, sft_weight:
-        # torch would broadcast a scalar or a column, so that weights act on the wrong pairs.
+        # torch would broadcast a scalar or a column, so weights would act on the wrong pairs.
         if column.shape != (len(pairs),):
             raise ValueError(f"{len(pairs)} pairs have a loss, margin or weight of shape "
                              f"{tuple(column.shape)}; give one number per pair")
@@ -559,10 +559,10 @@ def train(
     Returns:
         A dict for each step with the entries `step`, `loss`, the terms of the loss, `lr`, `norm`
         and `kinds`. `norm` is the norm of the gradient before clipping. `kinds` maps each kind of
-        pair to a dict, which has the number of its pairs (`count`) and the means of its statistics.
+        pair to a dict of the number of its pairs (`count`) and the means of its statistics.
 
     Raises:
-        ValueError: The model or the data cannot be trained, see `check_trainable`.
+        ValueError: The model or the data cannot be used for training (see `check_trainable`).
         FloatingPointError: The loss or the gradient is not finite. The error is raised before the
             optimiser changes the weights.
     """
@@ -605,8 +605,8 @@ def train(
 def check_trainable(model, steps: list[list[Group]]) -> None:
     """Checks the model and the data for mistakes that would go unnoticed during training.
 
-    Raises ValueError if the model is in training mode (dropout), if trainable weights have a lower
-    precision than fp32, or if a trajectory has no action tokens.
+    Raises ValueError if the model is in training mode, which turns on dropout, if trainable weights
+    have a lower precision than fp32, or if a trajectory contains no action tokens.
     """
     if model.training:
         raise ValueError("the model is in training mode, so dropout changes each forward pass and "

@@ -35,9 +35,9 @@ class Step:
     reward: float     # the episode's reward so far, in [0, 1]; in [-1, 1] with ETO's protocol
     done: bool        # True if the episode has ended
     raw: float | None = None  # the reward before clipping to [0, 1], or None without clipping
-    # True if the reply changed nothing in the environment: the reply has no action, or its action
-    # is unknown, not available, or without effect. Idle replies are counted, but not penalised.
-    # Two Steps that differ only in this field compare as equal.
+    # True if the reply changed nothing in the environment: the reply contains no action, or its
+    # action is unknown, not available, or without effect. Idle replies are counted, but not
+    # penalised. Two Steps that differ only in this field compare as equal.
     idle: bool = field(default=False, compare=False)
 
 
@@ -135,7 +135,7 @@ def episode(env: Interaction, encoder, t, max_tokens: int):
             break
         ids, log_probs = sampled
         # Cut the reply before its first stop string. If the reply does not end with an end-of-turn
-        # token, `end_ids` contains this token. Otherwise `end_ids` is empty.
+        # token, `end_ids` contains one. Otherwise it is empty.
         reply_ids, end_ids, reply = encoder.close(ids, env.stops)
         if len(t.ids) + len(reply_ids) + len(end_ids) >= max_tokens:
             break  # discard the reply, because agents are not trained on an interrupted episode
@@ -185,8 +185,8 @@ def clear(t) -> None:
 def replace_opening(t, encoder, played: list[dict], trained: list[dict]) -> None:
     """Replaces the first messages of a finished trajectory with the first messages for training.
 
-    In the protocol of ETO (Song et al. 2024), the prompt has examples when agents act, but not when
-    agents are trained. This function changes only the token ids and the action mask. The field
+    In the protocol of ETO (Song et al. 2024), the prompt contains examples when agents act, but not
+    when they are trained. This function changes only the token ids and the action mask. The field
     `messages` still contains the examples.
 
     `played` are the first messages of the episode, and `trained` those for training.
@@ -229,8 +229,8 @@ class Environment(Interaction):
     A subclass sets `name`, `splits`, `test_splits` and `max_turns`, and implements `start` and
     `step`. If there is a scripted expert, the subclass also implements `expert`. All other
     attributes and methods have defaults. The commands accept NAME if the file
-    `environments/NAME/__init__.py` has a settings class `Options` that creates the environment.
-    docs/environments.md has a complete example.
+    `environments/NAME/__init__.py` defines a settings class `Options` that creates the environment.
+    docs/environments.md contains a complete example.
 
     Each task has an id of the form NAME-SPLIT-KEY, and a value. The method `find` returns the value
     for an id. The value can have any type, for example a goal, a question or a number. New tasks
@@ -241,7 +241,7 @@ class Environment(Interaction):
     # "train", "validation" and the test splits.
     splits: dict[str, dict]
     test_splits: tuple[str, ...]  # names of the test splits, which a run evaluates by default
-    rules = ""                    # instructions for the prompt, used only with view "full"
+    rules = ""                    # instructions for the prompt, used only with the view "full"
     # A regular expression for text that differs each time a server starts, such as the random price
     # limits of a real WebShop server. This text is ignored when --experts compares the observations
     # of a published trajectory with those of the environment. The default matches no text.
@@ -285,8 +285,8 @@ class Environment(Interaction):
     def add(self, task: dict) -> str:
         """Adds a new task to the split "added" of this object, and returns its id, NAME-added-N.
 
-        Other objects of the same class do not get the task. If an equal task was added before, the
-        id of the earlier task is returned.
+        Other objects of the same class do not get the task. If an identical task was added before,
+        its id is returned.
         """
         added = [*self._added.values()]
         key = str(added.index(task) if task in added else len(added))
@@ -318,7 +318,7 @@ class Environment(Interaction):
     def possible(self) -> tuple[list[str], str]:
         """Returns help for a person who plays the episode.
 
-        The list has the actions that are available now. The text describes the formats of all
+        The list contains the actions that are available now. The text describes the formats of all
         other actions.
         """
         return [], ""
@@ -326,6 +326,6 @@ class Environment(Interaction):
     def reply(self, action: str) -> str:
         """Returns a reply for an action that a person typed.
 
-        Adds the label "Action:" if it is missing, except with view "short".
+        Adds the label "Action:" if it is missing, except with the view "short".
         """
         return action if self.view == "short" or "Action:" in action else f"Action: {action}"

@@ -47,8 +47,9 @@ most likely based on.
 
 `docs/mutual.md` lists all differences from the paper. There are two main differences. First, the
 paper's explorer is Qwen3-Max, which reflects on each signal before it explores. Here the explorer
-is the agent itself, without reflection. (`lab/chat/explorer.py` has an explorer that reflects.)
-Second, D evolves after every E steps here, and after each training iteration in the paper.
+is the agent itself, without reflection. (`lab/chat/explorer.py` contains an explorer that
+reflects.) Second, D evolves after every E steps here, and after each training iteration in the
+paper.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks only
 """
@@ -99,8 +100,8 @@ from engine.trajectories import read
 from environments.expert_files import read_experts, tasks_of
 from envs import Environment
 
-# The summary of the paper and the notes do not give the following numbers. The bracket in each
-# comment names the source of the number, as for the settings at the end of this file.
+# Neither the paper's summary nor the notes give the following numbers. The bracket in each comment
+# names the source, as in the settings at the end of this file.
 
 # The number of tasks in a minibatch. There is one update per minibatch. A task without advantages
 # counts towards this number, but the agent is not trained on it [AgentEvolver; ours].
@@ -226,7 +227,7 @@ def train(
     """Trains the agent for the steps of one segment.
 
     In each step, the agent first plays episodes with its current weights, and is then trained on
-    these episodes. The model's folder also has AdamW's moments (moments.pt, loaded by the next
+    these episodes. The model's folder also contains AdamW's moments (moments.pt, loaded by the next
     segment), the training log (train.jsonl) and the segment's trajectories (episodes.jsonl). The
     numbers `reward` and `kl` are those of the last step.
     """
@@ -287,7 +288,8 @@ def moments_of(model, optimizer) -> dict:
 def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory]:
     """Plays the episodes of one step, K episodes per task, and returns them ordered by task.
 
-    `row` is a row of the plan, {step, tasks}, and `make_env` makes an environment with all of D.
+    `row` is a row of the plan, {step, tasks}, and `make_env` creates an environment with all tasks
+    in D.
     """
     s = run.settings
     step = row["step"]
@@ -341,7 +343,7 @@ def train_step(
         norm=mean([update["norm"] for update in updates]),
         sampler=numbers["sampler"],
         clipped=mean([update["kinds"]["action"]["clipped"] for update in updates]),
-        kl=numbers["kl"])  # nats per trajectory
+        kl=numbers["kl"])  # in nats per trajectory
 
 
 # ------------------------------------------------------------------------ the tasks of each step
@@ -354,8 +356,8 @@ def plan(run: Run, task_set: Rows, planned: Rows, i: int, steps: int) -> tuple[R
     that joined D during an epoch are first used in the next epoch. A step never contains the same
     task twice.
 
-    `planned` is the plan of the previous segment. A row has the tasks of the step (`tasks`), and
-    the tasks of the epoch that are still unused after the step (`waiting`).
+    `planned` is the plan of the previous segment. A row contains the tasks of the step (`tasks`),
+    and the tasks of the epoch that are still unused after the step (`waiting`).
     """
     s = run.settings
     tasks_of_d = [row["task"] for row in task_set]
@@ -376,9 +378,9 @@ def plan(run: Run, task_set: Rows, planned: Rows, i: int, steps: int) -> tuple[R
 
 
 # ----------------------------------------------------------------------------------- the signals
-# s(x) is the success rate of a task x in one step: the fraction of successes in its task group.
-# Each kind of signal has a function that yields rows of signals.jsonl. A row contains the task, and
-# some conversations as evidence. The evidence is used only by an explorer that reflects on signals
+# s(x) is the success rate of a task x in one step: the fraction of successes in its task group. For
+# each kind of signal, a function yields rows of signals.jsonl. A row contains the task, and some
+# conversations as evidence. The evidence is used only by an explorer that reflects on signals
 # (lab/chat/explorer.py).
 
 
@@ -412,9 +414,10 @@ def evidence(episodes: list[Trajectory]) -> dict:
 def collect_history(segments: Iterable[list[Trajectory]], window: int) -> History:
     """Collects the trajectories that the signals are computed from.
 
-    A task group has the trajectories of one task in one training step. For each task, the history
-    has the latest group and up to `window` earlier groups. Tasks that were not played in the last
-    segment are left out. `segments` are the trajectories of each segment so far, oldest first.
+    A task group consists of the trajectories of one task in one training step. For each task, the
+    history contains the latest group and up to `window` earlier groups. Tasks that were not played
+    in the last segment are left out. `segments` are the trajectories of each segment so far, oldest
+    first.
     """
     groups = defaultdict(dict)  # task -> step -> its trajectories
     last = []
@@ -490,10 +493,11 @@ def find_signals(run: Run, task_set: Rows, played: list[Path], i: int) -> tuple[
     With --guide random, the same number of random tasks is picked instead of signals. Each picked
     task is then an additional row of the output file, with the signal "random".
 
-    `played` has the trajectory file of each segment so far. Only one of them is in memory at a
-    time. A row has the kind of the signal (`signal`), the task, the evidence, and the flag
-    `picked`. The second return value has the number of signals of each kind, the number of picks of
-    each kind (`picks`), and the number of distinct action patterns in the segment (`patterns`).
+    `played` contains the trajectory file of each segment so far. Only one of them is in memory at a
+    time. A row contains the kind of the signal (`signal`), the task, the evidence, and the flag
+    `picked`. The second return value contains the number of signals of each kind, the number of
+    picks of each kind (`picks`), and the number of distinct action patterns in the segment
+    (`patterns`).
     """
     # 1. Collect the trajectories of the segment and their action patterns.
     s = run.settings
@@ -534,8 +538,8 @@ def find_signals(run: Run, task_set: Rows, played: list[Path], i: int) -> tuple[
 def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
     """Picks signals of each kind in turn (round-robin), at most one signal per task.
 
-    `kinds` has one list of signals for each kind, from which at most `limit` are picked. Signals at
-    the start of a list are picked first.
+    `kinds` contains one list of signals for each kind. At most `limit` signals are picked from each
+    list, starting with the first.
     """
     picked = {}  # the picked signal of each task, by task id
     queues = [iter(rows) for rows in kinds]
@@ -609,9 +613,9 @@ def training_tasks(run: Run) -> list[str]:
 
 
 def first_tasks(run: Run, i: int) -> tuple[Rows, dict]:
-    """Makes D_0 from the first training tasks, at most --start-tasks, for --start-from train.
+    """Makes D_0 from at most --start-tasks of the first training tasks, for --start-from train.
 
-    The number `missing` is the difference between --start-tasks and the number of `tasks`.
+    The number `missing` in the returned dict is --start-tasks minus the number of `tasks`.
     """
     limit = run.settings.start_tasks
     tasks = training_tasks(run)[:limit]
@@ -674,7 +678,7 @@ def abstract(run: Run, task_set: Rows, explored: list[Explored], i: int) -> tupl
     """Makes candidates from the explorer's episodes, in random order.
 
     Each row is one candidate with these entries:
-        signal: The `signal` of the explored trajectory, see `Explored`.
+        signal: The `signal` of the explored trajectory (see `Explored`).
         source: The id of the explored task.
         text: The request to the agent, as text.
         task: The definition of the new task, from which the environment creates the task.
@@ -702,7 +706,7 @@ def judge(run: Run, candidates: Rows, task_set: Rows, i: int) -> tuple[Rows, dic
     """Judges each candidate in order, and returns it as a proposal.
 
     At most MOST_NEW_TASKS candidates are added, or --start-tasks candidates in evolution 0. All
-    later candidates are refused. A proposal has the candidate's entries and three more:
+    later candidates are refused. A proposal contains the candidate's entries and three more:
         verdict: "added" or "refused".
         reason: The reason for refusing the candidate, or null if the candidate is added.
         replayed: True if the solution was replayed in the environment.
@@ -762,8 +766,8 @@ def refusal(
     Args:
         keys: The keys of the tasks in D. Two tasks with the same key are the same task.
         texts: The words of each new task in D, as one set per task.
-        near_text: A candidate is refused if the Jaccard similarity between its words and those of
-            another new task reaches this threshold. The similarity is the number of words in both
+        near_text: A candidate is refused if the Jaccard similarity between its words and those of a
+            new task in D reaches this threshold. The similarity is the number of words in both
             texts, divided by the number of words in at least one of them.
     """
     definition = candidate["task"]
@@ -832,7 +836,7 @@ SignalNames = types.limited(str, f"must be a comma-separated list of {','.join(S
 # A task needs at least two episodes, because the advantage of an episode is its reward relative to
 # the mean reward of the task's episodes.
 AtLeastTwo = types.limited(int, "must be at least 2", lambda n: n >= 2)
-# The temperature must be above 0. With greedy decoding, all episodes of a task would be equal.
+# The temperature must be above 0. With greedy decoding, all episodes of a task would be identical.
 PositiveTemperature = types.limited(float, "must be at least 0.001", lambda x: x >= 0.001)
 Fraction = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
@@ -840,39 +844,39 @@ Fraction = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 
 @dataclass(frozen=True)
 class Grpo:
     """Training with GRPO on the task set D"""
-    # The initial agent of GRPO: "sft" first fine-tunes --model on expert trajectories, and "none"
+    # Initial agent of GRPO: "sft" first fine-tunes --model on expert trajectories, and "none"
     # starts from --model directly [ours; notes: none]
     warm_start: Literal["sft", "none"] = "sft"
-    # The number T of training steps [notes]
+    # Number T of training steps [notes]
     grpo_steps: types.Growing[types.Count] = 120
-    # The number E of training steps between two evolutions of the task set D. A segment has E steps
-    # [notes; summary: each iteration]
+    # Number E of training steps between consecutive evolutions of the task set D. A segment has E
+    # steps [notes; summary: each iteration]
     evolve_every: types.Count = 10
-    # The number of segments between two evaluations [notes: 20 steps]
+    # Number of segments between consecutive evaluations [notes: 20 steps]
     evaluate_every: types.Count = 2
-    # The number B of tasks per training step [notes; AgentEvolver]
+    # Number B of tasks per training step [notes; AgentEvolver]
     step_tasks: types.Count = 32
-    # The number K of episodes per task in a step [notes; AgentEvolver]
+    # Number K of episodes per task in a step [notes; AgentEvolver]
     step_rollouts: AtLeastTwo = 8
-    # The constant learning rate of GRPO [notes; AgentEvolver]
+    # Constant learning rate of GRPO [notes; AgentEvolver]
     grpo_lr: types.Rate = 1e-6
-    # The sampling temperature of training episodes [notes; AgentEvolver]
+    # Sampling temperature of training episodes [notes; AgentEvolver]
     grpo_temperature: PositiveTemperature = 0.9
-    # The weight beta of the KL term; a larger weight makes the policy stay closer to the initial
-    # agent [notes; AgentEvolver]
+    # Weight beta of the KL term; a larger weight makes the policy stay closer to the initial agent
+    # [notes; AgentEvolver]
     grpo_kl: types.Weight = 1e-3
 
 
 @dataclass(frozen=True)
 class NewTasks(Grpo):
     """The initial task set, and the checks of new tasks"""
-    # The source of the initial task set D_0: unguided exploration ("explore"), or the training
-    # split ("train") [summary; train: ours]
+    # Source of the initial task set D_0: unguided exploration ("explore"), or the training split
+    # ("train") [summary; train: ours]
     start_from: Literal["explore", "train"] = "explore"
-    # The maximum number of tasks in D_0 [notes]
+    # Maximum number of tasks in D_0 [notes]
     start_tasks: types.Count = 100
-    # The threshold for near-duplicates: a new task is refused if the Jaccard similarity between its
-    # words and the words of another new task reaches this value [AgentEvolver]
+    # Threshold for near-duplicates: a new task is refused if the Jaccard similarity between its
+    # words and those of a new task in D reaches this value [AgentEvolver]
     near_text: Fraction = 0.8
     # Verify each new task before it joins D; the solution of the task is replayed in the
     # environment, and must earn the full reward [summary]
@@ -882,15 +886,15 @@ class NewTasks(Grpo):
 @dataclass(frozen=True)
 class Evolution(NewTasks, types.Stated):
     """Signals that guide exploration, and the growth of D"""
-    # The kinds of weakness signals that guide exploration, separated by commas [summary]
+    # Kinds of weakness signals that guide exploration, separated by commas [summary]
     signals: SignalNames = ",".join(SIGNALS)
-    # The minimum number of episodes in a segment that contain a rare action pattern; patterns in
-    # fewer episodes are ignored [summary; notes: 2]
+    # Minimum number of episodes of a segment in which a rare action pattern occurs; rarer patterns
+    # are ignored [summary; notes: 2]
     rare_min: types.Count = 1
     # At most this many randomly chosen signals of each kind are explored per evolution [ours]
     picks: types.Count = 8
-    # The tasks that the agent explores: those that the chosen signals name ("signals"), or equally
-    # many random tasks of the task set ("random") [summary; random: notes]
+    # Tasks that the agent explores: those that the chosen signals name ("signals"), or the same
+    # number of random tasks of the task set ("random") [summary; random: notes]
     guide: Literal["signals", "random"] = "signals"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -902,7 +906,7 @@ class Evolution(NewTasks, types.Stated):
 @dataclass(frozen=True)
 class Settings(Evolution, coevolve.Settings):
     """All settings of a run"""
-    # The training method, one of the methods listed at the top of --help [the paper]
+    # Training method, one of the methods listed at the top of --help [the paper]
     method: str = "evolve"
 
     essential = (*coevolve.Settings.essential, "warm_start", "grpo_steps", "evolve_every",

@@ -8,7 +8,7 @@ other, and have no value network. This file imports only torch and `dpo.py`.
     pi_old   the policy that played the episodes
     pi_ref   the initial agent; the KL term keeps pi close to it
     R_k      the reward of the k-th trajectory of a task
-    A_k      its advantage, how much better R_k is than the other rewards of the task
+    A_k      its advantage, a measure of how R_k compares with the other rewards of the task
     t_j      the j-th action token
     rho_j    pi(t_j|.) / pi_old(t_j|.)
 
@@ -47,8 +47,8 @@ class TaskGroup(Group):
     advantages: list[float] = field(default_factory=list)
     old_log_probs: Tensor | None = None  # (a,) log pi_old
     ref_log_probs: Tensor | None = None  # (a,) log pi_ref
-    # (a,) log pi_old, as recorded by the sampler during the episodes. This tensor is not used in
-    # the loss, only for logging (see `sampler_mismatch`).
+    # (a,) log pi_old, as recorded by the sampler during the episodes. This tensor is used only for
+    # logging (see `sampler_mismatch`), not in the loss.
     sampler_log_probs: Tensor | None = None
 
 
@@ -105,7 +105,8 @@ def clipped_loss(
 ) -> tuple[dict, dict]:
     """Computes the clipped objective with a KL term, summed over the action tokens of the groups.
 
-        L = - sum_j [ min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j) - beta kl_term(d_j) ]
+        L = - sum_j [ min(rho_j A_j, clip(rho_j, 1 - clip_low, 1 + clip_high) A_j)
+                      - beta kl_term(d_j) ]
         d_j = log pi_ref(t_j|.) - log pi(t_j|.)
 
     A_j is the advantage of the trajectory that contains t_j. The clipped objective is from Schulman
@@ -115,17 +116,17 @@ def clipped_loss(
         policy: log pi(t_j|.), (A,), in nats.
         groups: The task groups. Each of them must have advantages.
         kl: The weight beta of the KL term.
-        kl_term: `k3` for GRPO, `k2` for PPO. PPO has the same value for `clip_low` and `clip_high`.
+        kl_term: `k3` for GRPO, `k2` for PPO. PPO uses equal `clip_low` and `clip_high`.
 
     Returns:
-        A dict with the scalar `loss`, and statistics: the number of action tokens (`count`), and of
-        those with a clipped ratio (`clipped`).
+        A dict with the scalar `loss`, and statistics: the number of action tokens (`count`), and
+        the number of those with a clipped ratio (`clipped`).
     """
     old = torch.cat([group.old_log_probs for group in groups]).to(policy)         # (A,)
     ref = torch.cat([group.ref_log_probs for group in groups]).to(policy)         # (A,)
     advantage = policy.new_tensor(token_advantages(groups))                       # (A,)
 
-    # min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j)
+    # min(rho_j A_j, clip(rho_j, 1 - clip_low, 1 + clip_high) A_j)
     ratio = (policy - old).clamp(max=MAX_LOG_RATIO).exp()                         # (A,) rho
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
@@ -177,7 +178,7 @@ def update(
         rng: The random number generator that shuffles the tasks.
         loss: A function loss(policy, groups), such as `clipped_loss`.
         log_probs: The same function as in `dpo.train`. Its log-probabilities have to be those of
-            the distribution that episodes were sampled from.
+            the distribution that the episodes were sampled from.
         options: Further arguments of `dpo.train`.
 
     Returns:

@@ -62,7 +62,7 @@ def json_line(row) -> str:
 def whole_lines(file: Path) -> list[dict]:
     """Returns the rows of a JSON lines file, or an empty list if the file does not exist.
 
-    An incomplete last line, which an interrupted program has left, is deleted from the file.
+    If an interrupted program has left an incomplete last line, this line is deleted from the file.
     """
     if not file.exists():
         return []
@@ -119,10 +119,10 @@ def copy_folder(
     copy: Callable = shutil.copyfile,
     without: str | None = None,
 ) -> None:
-    """Copies a folder to a new folder, file by file with copy(source, target).
+    """Copies a folder to a new folder, and calls copy(source, target) for each file.
 
-    The copies have the mode that the umask gives to new files, not the mode of the originals. Files
-    with the suffix `without` are left out.
+    The copies get the default mode under the umask, not the mode of the originals. Files whose
+    suffix is `without` are left out.
     """
     target.mkdir(parents=True)
     for path in source.iterdir():
@@ -175,7 +175,7 @@ def run_of(agent: Path) -> Path | None:
 
 
 def hash_of(value) -> str:
-    """Returns a hash of a JSON-serialisable value, 16 hexadecimal digits."""
+    """Returns a hash of a JSON-serialisable value, in 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 

@@ -8,8 +8,8 @@ Literal, Optional[str], or one of the types defined below, such as Rate.
     # Beta of Eq. (7) in iteration 1 [App. B; ETO]
     beta: Rate = 0.1
 
-In --help, the settings of a class are listed under a heading, which is the first line of the
-docstring of the class.
+In --help, the settings of a class are listed under a heading, the first line of the class's
+docstring.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """A condition on the value of a setting, which is part of its type."""
+    """A condition on the value of a setting. The condition is part of the setting's type."""
     holds: Callable  # holds(value, settings) is True if a value is valid with these settings
     message: str     # error message, printed after the invalid value
 
@@ -58,10 +58,10 @@ class Follows:
     name: str
 
 
-# A Free setting affects the results of a run only by rounding errors. An example is
+# A Free setting changes the results of a run only through rounding errors, for example
 # --tokens-per-forward.
 FREE = "free"
-# A Growing setting can be increased to extend a run. An example is --iterations.
+# A Growing setting can be increased to extend a run, for example --iterations.
 GROWING = "growing"
 
 
@@ -71,7 +71,7 @@ def limited(kind, message: str, holds: Callable):
 
 
 def following(kind, name: str):
-    """Returns the type of a setting that follows the setting `name`, see `Follows`."""
+    """Returns the type of a setting that follows the setting `name` (see `Follows`)."""
     return Annotated[kind, Follows(name)]
 
 
@@ -101,10 +101,10 @@ FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isf
 
 
 class Stated:
-    """Base class of settings classes. A subclass may define presets and conflicts of settings."""
+    """Base class of settings. A subclass may define presets and conflicts between settings."""
     essential = ()  # names of the most important settings; --help without "all" lists only these
     # Presets replace default values: {name of the preset: {setting name: value}}. `preset_names`
-    # has the names of the presets that apply to a run.
+    # returns the names of the presets that apply to a run.
     presets = {}
 
     @staticmethod
@@ -226,7 +226,7 @@ def has_mark(kind: type, name: str, mark: str) -> bool:
 
 
 def names_in(reads: tuple) -> set[str]:
-    """Returns the names of all settings in `reads`, which has the format of `Method.reads`."""
+    """Returns the names of all settings in `reads`, a tuple in the format of `Method.reads`."""
     names = set()
     for entry in reads:
         if isinstance(entry, str):
@@ -278,8 +278,7 @@ def parse(
         environment: A function that takes the name of an environment and returns the settings class
             of this environment.
         program: The command that starts the program, for the usage line of --help.
-        inherit: A function that takes the value of --branch, and returns the settings of the run
-            that it names.
+        inherit: A function that takes the value of --branch, and returns the settings of that run.
 
     Returns:
         The settings of the program (of class `kind`), and the settings of the environment.
@@ -335,8 +334,8 @@ def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[
 
     The sources, from the lowest to the highest priority, are the defaults, the presets, the
     inherited values, and the command line. The preset of a method that was not inherited has
-    priority over inherited values. If a source sets a setting, but not the setting that follows it,
-    the source also sets the latter to the same value.
+    priority over inherited values. If setting B follows setting A, a source that sets only A also
+    sets B to the same value.
 
     Args:
         given: The values from the command line, by setting name.
@@ -365,7 +364,7 @@ def values_of(given: dict, inherited: dict, kind: type, options: type) -> tuple[
     for origin, source in sources:
         followers = {name: source[setting.follows] for name, setting in declared.items()
                      if setting.follows in source and name not in source}
-        # A preset may have settings that only another program declares.
+        # A preset may contain settings that only a different program declares.
         values |= followers | source
         origins |= dict.fromkeys(followers | source, origin)
     return values, origins

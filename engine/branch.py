@@ -79,15 +79,15 @@ def take(run, branch: str, now: dict) -> dict:
     if seed:
         run.print(f"the copied outputs were made with another {seed}; `compare` will not pair this "
                   "run with others of its seed")
-    # Record the seed of the run that made the earliest copied outputs. It is in the entry `branch`
-    # if RUN was itself started with --branch.
+    # Record the seed of the run that made the earliest copied outputs. This seed is in the entry
+    # `branch` if RUN was itself started with --branch.
     first_seed = config.get("branch", {}).get("seed", config["settings"]["seed"])
     branch = dict(run=str(source), output=output, seed=first_seed, settings=settings, code=code)
     return dict(branch=branch, taken=taken)
 
 
 def settings_of_run(branch: str) -> dict:
-    """Returns the settings of RUN in --branch RUN@OUTPUT, which are defaults of the new run."""
+    """Returns the settings of RUN in --branch RUN@OUTPUT, which are the defaults of the new run."""
     config = Path(branch.rpartition("@")[0]) / "config.json"
     return read_json(config).get("settings", {}) if config.exists() else {}
 
@@ -108,7 +108,7 @@ def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copies one output of a run, a file or the folder of an agent."""
+    """Copies one output of a run, which is a file or an agent's folder."""
     remove(target)  # an interrupted copy may have left an incomplete target
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
@@ -120,9 +120,9 @@ def copy(source: Path, target: Path) -> None:
 def link(source: Path, target: Path) -> None:
     """Makes a hard link to a weight file, or a copy of any other file.
 
-    Users may edit other files, and an edit must not change the original run. A weight file is
-    copied, too, if it is on another disk, or if a new file would have another mode, for example
-    because the other run belongs to another user.
+    Users may edit other files, and an edit must not change the original run. A weight file is also
+    copied if it is on a different disk, or if a new file would have a different mode, for example
+    because the other run belongs to a different user.
     """
     target.touch()
     is_weights = source.suffix in (".safetensors", ".pt")
@@ -130,6 +130,6 @@ def link(source: Path, target: Path) -> None:
         try:
             target.unlink()
             return os.link(source, target)
-        except OSError:  # `target` is on another disk, where a hard link is not possible
+        except OSError:  # `target` is on a different disk, so a hard link is not possible
             pass
     shutil.copyfile(source, target)

@@ -31,7 +31,7 @@ class Encoder:
     space in Llama 2, this text belongs to the reply.
 
     Args:
-        tokenizer: A tokenizer of transformers that has a chat template.
+        tokenizer: A transformers tokenizer with a chat template.
         vocabulary_size: The number of rows in the model's embedding matrix. The default is the
             tokenizer's largest token id plus 1.
 
@@ -78,7 +78,7 @@ class Encoder:
         """Cleans the text of a message: breaks up special tokens and strips outer whitespace.
 
         An observation with special tokens could end its own message, and start a forged message of
-        another role. A reply keeps its outer whitespace if the chat template keeps it.
+        a different role. A reply keeps its outer whitespace if the chat template keeps it.
         """
         if not isinstance(text, str):
             raise UsageError(f"the content of a message is {text!r:.60}, which is no text; fix the "
@@ -101,7 +101,7 @@ class Encoder:
         return self.template.render(plain_messages, add_generation_prompt)
 
     def ids_after(self, context: str, text: str) -> Ids:
-        """Returns the token ids of a text that follows a context, which may affect the ids."""
+        """Returns the token ids of a text after a context. The context may affect these ids."""
         context_ids = self.tokenise(context)
         ids = self.tokenise(context + text)
         if ids[:len(context_ids)] != context_ids:
@@ -209,8 +209,8 @@ class Encoder:
         for position, token in enumerate(t.ids):
             if token == self.end_of_turn:
                 ends.append(position)
-        # In most templates, observations also contain an end-of-turn token. Then every second
-        # end-of-turn token ends a reply, counted backwards from the last one.
+        # In most templates, observations also contain an end-of-turn token. If so, every second
+        # end-of-turn token, counted backwards from the last, ends a reply.
         stride = 1 + self.observation("").count(self.end_of_turn)
         last_first = ends[::-1][::stride]
         return sorted(last_first[:t.turns])
@@ -230,7 +230,7 @@ class Encoder:
         """Returns a copy of the trajectory that has an action mask of 0 for end-of-turn tokens.
 
         If the last reply ended the episode and was not the only reply, the action mask of the last
-        reply is 0, too. The DPO loss of a rejected trajectory then does not teach the agent to
+        reply is also 0. The DPO loss of a rejected trajectory then does not teach the agent to
         avoid ending its replies and episodes. If no action token is left, the trajectory is
         returned unchanged.
         """
@@ -247,7 +247,7 @@ class Encoder:
         """Returns the `Sampler` that defines the distribution of an agent's tokens.
 
         Special tokens are suppressed, except for the end-of-turn token. Ids that belong to no token
-        are suppressed, too, because the embedding matrix may have more rows than the vocabulary.
+        are also suppressed, because the embedding matrix may have more rows than the vocabulary.
         """
         special_ids = self.tokenizer.convert_tokens_to_ids(self.special_tokens)
         allowed = self.valid_ids - set(special_ids) | {self.end_of_turn}
@@ -281,7 +281,7 @@ def break_up(text: str, tokens: list[str]) -> str:
 
 
 def hard_conversation() -> list[dict]:
-    """Returns a conversation of twelve messages that tests if a chat template changes messages.
+    """Returns twelve messages that test whether a chat template changes the messages it renders.
 
     Some templates add numbers to messages, remove reasoning (<think>), escape quotes and brackets,
     remove repeated spaces and empty lines, or shorten long texts.
@@ -305,8 +305,8 @@ class Template:
     r"""The chat template of a tokenizer, split into the text before and after each message.
 
     For example, ChatML renders a conversation as follows, where \n is a line break. The messages
-    are "buy a mug", "click[mug]" and "Bought.". Other templates, such as Llama 2, have other text
-    between the messages:
+    are "buy a mug", "click[mug]" and "Bought.". Other templates, such as Llama 2's, have different
+    text between the messages:
 
         <|im_start|>user\nbuy a mug<|im_end|>\n<|im_start|>assistant\n       the opening
         click[mug]<|im_end|>                                               a reply
@@ -417,6 +417,7 @@ class Template:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error message. A single word is preceded by the error's type."""
+    """Returns the first line of an error message, with the error's type in front of a single word.
+    """
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

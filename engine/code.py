@@ -17,7 +17,7 @@ def code_now() -> dict:
     """Returns the current code version of this program as a dict {commit, files}.
 
     `files` maps the name of each .py file that was changed or added since the commit to the hash of
-    its content, or to None for a deleted file. Outside of a git repository, `commit` is None, and
+    its content, or to None for a deleted file. Outside a git repository, `commit` is None, and
     `files` contains all .py files.
     """
     commit = git("rev-parse", "HEAD") if git("ls-files", "coevolve.py") else None
@@ -54,7 +54,7 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
     """Returns the names of the .py files that differ between two code versions.
 
     The code versions are results of `code_now`, or None if a config.json contains none. If they
-    cannot be compared, the list contains a single text with the reason.
+    cannot be compared, the list contains only a text with the reason.
     """
     if not first or not second:
         return ["(one of the runs has no record of its code)"]
@@ -69,7 +69,7 @@ def code_differences(first: dict | None, second: dict | None) -> list[str]:
         files.append(committed | record["files"])
     names = sorted(files[0].keys() | files[1].keys())
     # If both versions have the same commit, a file without a hash in one version is unchanged since
-    # the commit. If the commits differ, the version without a hash does not have the file.
+    # the commit. If the commits differ, the version without a hash does not contain the file.
     missing = "committed" if same_commit else None
     return [name for name in names if files[0].get(name, missing) != files[1].get(name, missing)]
 

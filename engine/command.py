@@ -25,7 +25,7 @@ from envs import EnvError
 # Errors caused by the user's input or by the machine. All other errors are bugs.
 EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
-# Error messages about a full disk, for which some libraries raise a plain Exception.
+# Messages of disk-full errors, which some libraries raise as a plain Exception.
 FULL = re.compile("No space left on device|Disk quota exceeded")
 # Parts of the error messages of gloo and NCCL if another process of a distributed run has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
@@ -73,8 +73,8 @@ def run_program(argv: list[str], settings_class, run_class, methods: dict, progr
 
         # 3. Print the results.
         page = finish(run) if finish and run.main else ""
-        # Some experiment trackers, such as wandb, print a summary when they are closed, so the
-        # results of the run are printed afterwards.
+        # Some experiment trackers, such as wandb, print a summary when they are closed. Therefore
+        # the results of the run are printed afterwards.
         run.machine.accelerator.end_training()
         run.print("\n".join(closing_lines(run, page)))
     except Exception as error:

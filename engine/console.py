@@ -86,10 +86,10 @@ def first_and_last(rows: list) -> list:
 
 
 def visible(text: str) -> str:
-    """Escapes unprintable characters, which could move the cursor or change colors in a terminal.
+    """Escapes unprintable characters, which could move the cursor or change colours in a terminal.
 
-    Each of them is replaced with its code point in hexadecimal, for example "<1B>" for the escape
-    character. Line breaks are not changed, and tabs are replaced with spaces.
+    Each unprintable character is replaced with its code point in hexadecimal, for example "<1B>"
+    for the escape character. Line breaks are not changed, and tabs are replaced with spaces.
     """
     escaped = ""
     for c in text.replace("\r\n", "\n"):

@@ -13,13 +13,13 @@ from envs import Environment
 def collect_experts(run, file: Path | None) -> tuple[list[Trajectory], dict]:
     """Collects one expert trajectory per training task. This is the first phase of a run.
 
-    The trajectories come from the environment's scripted expert, or from a file. A file may contain
-    several trajectories of a task, for example rollouts of an agent. Then only the trajectory with
-    the highest reward is used.
+    The trajectories come from the environment's scripted expert, or from a file. If a file contains
+    several trajectories of a task, for example rollouts of an agent, only the one with the highest
+    reward is used.
 
     Returns:
         The expert trajectories, and a dict with two entries: `experts` is their number, and
-        `dropped` counts the trajectories that were dropped, by reason.
+        `dropped` contains the number of dropped trajectories for each reason.
     """
     s = run.settings
     env = run.make_env()
@@ -62,9 +62,9 @@ def misread_reply(env: Environment, encoder, t: Trajectory, messages: list[dict]
     """Finds the first reply that the environment misreads after encoding and decoding.
 
     Agents imitate the tokens of an expert, and the environment gets the decoded text. If the
-    decoded text of a reply has a different action, the episode is run with the decoded replies. The
-    reply counts as misread if this episode ends with a different reward. Returns the original and
-    the decoded text of the reply, or None.
+    decoded text of a reply contains a different action, the episode is run with the decoded
+    replies. The reply counts as misread if this episode ends with a different reward. Returns the
+    original and the decoded text of the reply, or None.
 
     Args:
         messages: The messages from the expert's first reply on.
@@ -116,9 +116,9 @@ def check_not_trained_on(
 
 
 def trained_on(model: Path, env: str) -> set[str]:
-    """Returns the ids of the tasks of an environment that a model was trained on.
+    """Returns the ids of an environment's tasks that a model was trained on.
 
-    They are only known if the model is inside the folder of the run that trained it.
+    The ids are known only if the model is inside the folder of the run that trained it.
     """
     tasks = set()
     run = run_of(model)
@@ -129,7 +129,7 @@ def trained_on(model: Path, env: str) -> set[str]:
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Returns the first trajectory with the highest reward, for each task."""
+    """Returns the first trajectory with the highest reward of each task."""
     best = {}  # task -> trajectory
     for t in trajectories:
         if t.task not in best or better(t.reward, best[t.task].reward):

@@ -38,7 +38,7 @@ def distributed_log_probs(
 
     Returns:
         The log-probabilities of all action tokens of all trajectories, (A,), in nats, on every
-        rank. In the backward pass, each rank only computes the gradients of the forward passes that
+        rank. In the backward pass, each rank computes only the gradients of the forward passes that
         it ran itself.
     """
     rank = accelerator.process_index
@@ -62,14 +62,14 @@ def distributed_log_probs(
     if ranks == 1:
         return own
 
-    # Value: each rank has the log-probabilities of its own forward passes, and zeros for all other
-    # tokens. The sum over ranks has all log-probabilities, so every rank can compute the loss of
-    # the whole batch.
+    # Value: each rank holds the log-probabilities of its own forward passes, and zeros for all
+    # other tokens. The sum over ranks contains all log-probabilities, so every rank can compute the
+    # loss of the whole batch.
     # Gradient: the gradient of the batch is the sum of the ranks' gradients. However, FSDP and
-    # `average_and_clip` compute the mean over ranks. Multiplying each rank's gradient by the
-    # number of ranks turns the mean into the sum.
+    # `average_and_clip` compute the mean over ranks. Multiplying each rank's gradient by the number
+    # of ranks turns the mean into the sum.
     value = accelerator.reduce(own.detach())
-    gradient = ranks * (own - own.detach())  # its value is 0, so it only adds a gradient
+    gradient = ranks * (own - own.detach())  # its value is 0, so it adds only a gradient
     return value + gradient
 
 
@@ -130,7 +130,7 @@ def batch_by_length(lengths: list[int], limit: float) -> list[Pass]:
     Args:
         lengths: The number of tokens in each trajectory, (T,).
         limit: The maximum number of tokens in a forward pass, padding included. A trajectory that
-            is longer than the limit gets a forward pass of its own.
+            is longer than the limit gets its own forward pass.
     """
     passes = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

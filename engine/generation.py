@@ -1,4 +1,4 @@
-"""Backends for generation, which generate the replies of agents."""
+"""Backends that generate the replies of agents."""
 
 from collections.abc import Callable
 

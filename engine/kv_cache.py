@@ -79,7 +79,7 @@ class CachedGenerator:
         self.shape = (slots, round_up(max_tokens + 1))  # (R, columns), with a column for padding
         self.used = []                                  # a Slot for each episode in the cache
         # The cache layers have a weak reference to the generator. A normal reference would create a
-        # reference cycle, which delays freeing the memory of the cache.
+        # reference cycle, which would delay freeing the memory of the cache.
         self.cache = Cache(layer_class_to_replicate=partial(KVCacheLayer, proxy(self)))
         self.windows = window_sizes(model.config)
 
@@ -153,7 +153,8 @@ class CachedGenerator:
     def append_sampled(self, logits: Tensor) -> None:
         """Samples the next token of the replies in the first B slots from their logits, (B, V).
 
-        A reply is also marked as done if the reply or its episode has the maximum number of tokens.
+        A reply is also marked as done if the reply or its episode has reached the maximum number of
+        tokens.
         """
         slots = self.used[:len(logits)]
         self.token_sampler([slot.reply for slot in slots], logits)
@@ -265,9 +266,9 @@ class KVCacheLayer(CacheLayerMixin):
 def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **options):
     """Computes grouped-query attention (GQA), with a faster implementation for decode steps.
 
-    The result is that of "sdpa", an attention function of transformers. In a decode step (n = 1),
-    `attend` treats the G query heads that share a key-value head as G tokens of a single query
-    head, (B, H / G, G, d), so that keys and values are not repeated G times in memory.
+    The result equals that of "sdpa", an attention function of transformers. In a decode step
+    (n = 1), `attend` treats the G query heads that share a key-value head as G tokens of a single
+    query head, (B, H / G, G, d), so that keys and values are not repeated G times in memory.
 
     Args:
         query: The queries, (B, H, n, d).
@@ -297,7 +298,7 @@ def round_up(columns: int) -> int:
 def window_sizes(config) -> dict[str, float]:
     """Returns the size of the attention window in tokens, for each kind of layer in a model.
 
-    It is infinity for "full_attention", and finite for "sliding_attention".
+    The size is infinity for "full_attention", and finite for "sliding_attention".
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf

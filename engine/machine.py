@@ -42,7 +42,7 @@ class MachineSettings:
 class Machine:
     """The device and the rank of this process, and the settings that depend on the hardware.
 
-    On GPUs, each rank uses one GPU.
+    On a machine with GPUs, each rank uses one GPU.
     """
 
     def __init__(self, s: MachineSettings):
@@ -78,7 +78,7 @@ class Machine:
         """
         if self.device.type == "cpu" and parameters < SMALL:
             # With such a small model, the same work takes 1.6 s with one thread and 3.6 s with
-            # several, which mostly wait for each other.
+            # several, because the threads mostly wait for each other.
             torch.set_num_threads(1)
         if self.device.type != "cuda" or s.model == "tiny":
             return
@@ -175,7 +175,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # Turn off the attention kernels of cuDNN. They need 0.1 s or more to prepare for a new input
-    # shape, and nearly every forward pass in training and every third decode step has a new shape.
+    # shape. New shapes occur in nearly every forward pass in training, and in every third decode
+    # step.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Turn off TF32, which NVIDIA's containers turn on. TF32 is less precise than fp32.
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -194,11 +195,11 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 # A model with fewer parameters than SMALL counts as small. Larger models are slow on a CPU, even
 # with a small batch [ours].
 SMALL = 10_000_000
-# The fraction of GPU memory that tensors can use. The rest is needed for the CUDA context, NCCL
-# buffers and fragmentation.
+# The fraction of GPU memory that tensors can use. The remaining memory is needed for the CUDA
+# context, NCCL buffers and fragmentation.
 FREE = 0.92
-# The maximum number of parallel episodes on a GPU. Up to this number, a larger batch hardly makes a
-# decode step slower [ours].
+# The maximum number of parallel episodes on a GPU. Up to this batch size, a larger batch hardly
+# makes a decode step slower [ours].
 SLOTS = 128
 # The assumed fraction of positions that need logits, because the next token is an action token in
 # at least one row of the batch [ours].
@@ -226,8 +227,8 @@ class ModelSizes:
 
         A layer stores these tensors for its backward pass: the inputs and outputs of two norms,
         four tensors of the gated MLP, the values, the output of attention, and the queries and keys
-        before and after their norms and rotations. Some of these tensors share memory, so the sum
-        is multiplied by 0.9. The factor comes from measurements of peak memory on an H100.
+        before and after their norms and RoPE. Some of these tensors share memory, so the sum is
+        multiplied by 0.9. The factor comes from measurements of peak memory on an H100.
         """
         total = 16 * self.hidden + 8 * self.intermediate + 13 * self.queries + 11 * self.keys
         return int(0.9 * total)
@@ -250,8 +251,8 @@ def training_bytes(
         keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
 
     Returns:
-        Two numbers of bytes: the model states (weights, gradients and the two AdamW moments in
-        fp32, and the reference model), and the activations of one forward pass.
+        Two sizes in bytes: the model states (weights, gradients and the two AdamW moments in fp32,
+        and the reference model), and the activations of one forward pass.
     """
     size = ModelSizes(config)
     states = (20 if keeps_reference else 16) * parameters / ranks
@@ -277,7 +278,7 @@ def check_memory(
 ) -> str | None:
     """Returns a message with a remedy if training or an inference copy does not fit in memory.
 
-    Training is estimated with gradient checkpointing. The arguments are those of `training_bytes`.
+    The estimate assumes gradient checkpointing. The arguments are those of `training_bytes`.
     """
     memory = torch.cuda.get_device_properties(0).total_memory
     setup = f"{parameters / 1e9:.2f} B parameters on {ranks} x {memory / 1e9:.0f} GB: "
@@ -313,7 +314,7 @@ def slots_that_fit(
     Args:
         free: The free memory on the GPU in bytes, after the model was loaded.
         tokens: The maximum number of tokens in an episode. The KV cache is padded, so each episode
-            takes as much memory as one of this length.
+            takes as much memory as an episode of this length.
         bf16: Whether the model runs in bf16. If False, it runs in fp32.
         prefill_tokens: The maximum number of tokens in a prefill pass, summed over its episodes.
     """
@@ -356,10 +357,10 @@ def check_torch() -> None:
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """Returns True if the machine has a GPU of NVIDIA or AMD. run.sh uses the same rule.
+    """Returns True if the machine has an NVIDIA or AMD GPU. run.sh uses the same rule.
 
-    A container may have only some of these device files, and WSL has none, so that nvidia-smi is
-    tried, too.
+    A container may have only some of these device files, and WSL has none, so nvidia-smi is also
+    tried.
     """
     if (devices / "kfd").exists() or any(devices.glob("nvidia[0-9]*")):
         return True

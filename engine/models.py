@@ -167,9 +167,9 @@ def read_config(folder):
     """
     check_folder(Path(folder))
     config = read_full_config(folder)
-    # For a multimodal model, get_text_config returns the config of its language model, which has
-    # another type. For some text-only models, such as BART, it returns a modified copy of the same
-    # type, which is not used here.
+    # For a multimodal model, get_text_config returns the config of its language model, which has a
+    # different type. For some text-only models, such as BART, it returns a modified copy of the
+    # same type. This copy is not used.
     text = config.get_text_config(decoder=True)
     if type(text) is not type(config) and is_causal_lm(text):
         text.tie_word_embeddings |= config.tie_word_embeddings
@@ -205,10 +205,10 @@ def positions_of(config) -> float:
 
 
 def read_model(folder, dtype=torch.float32, device="cpu"):
-    """Returns the causal LM in a folder, with its weights. On a GPU, its RMSNorms are fused.
+    """Loads the causal LM in a folder, with its weights. On a GPU, its RMSNorms are fused.
 
-    transformers initialises missing weights at random and ignores unknown weights. This function
-    raises UsageError in both cases, except for unknown weights that match UNUSED_WEIGHTS.
+    transformers initialises missing weights at random and ignores unexpected weights. This function
+    raises UsageError in both cases, except for unexpected weights that match UNUSED_WEIGHTS.
     """
     # 1. Read the weights, and check that they are complete.
     collect()
@@ -304,8 +304,8 @@ def fuse_norms(model) -> int:
 def computes_the_same(fused: FusedRMSNorm, norm) -> bool:
     """Returns True if two norms give the same outputs for random weights and inputs.
 
-    The norms of some model families have another formula. For example, Gemma multiplies by
-    1 + weight. Model families also differ in the dtype of the output.
+    Some model families use a different formula. For example, Gemma multiplies by 1 + weight. The
+    dtype of the output also differs between model families.
     """
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(fused.weight.shape, generator=rng)
@@ -363,7 +363,8 @@ def layers(model) -> torch.nn.ModuleList:
 
 
 def unshared_layers(model) -> list[torch.nn.Module]:
-    """Returns the layers that share no parameters with other layers. In Zamba, some layers do."""
+    """Returns the layers that share no parameters with other layers. In Zamba, some layers share
+    them."""
     uses = Counter()
     for layer in layers(model):
         uses.update(layer.parameters())
@@ -447,7 +448,7 @@ def load(accelerator, folder, recompute: bool, shard: bool):
 
 
 def load_sharded(accelerator, folder, recompute: bool):
-    """Loads a model that is sharded over the ranks with FSDP2, and returns it ready for training.
+    """Loads a model, shards it over the ranks with FSDP2, and returns it ready for training.
 
     Only the main rank reads the weights. It broadcasts them, and every rank stores its shards.
     """
@@ -553,8 +554,8 @@ def write_model(model, encoder: Encoder, folder, weights: dict) -> None:
     model.save_pretrained(folder, state_dict=weights)
     tokenizer = encoder.tokenizer
     tokenizer.pad_token_id = model.generation_config.pad_token_id
-    # Save the chat template that the agent was trained with. It may differ from that of the base
-    # model, because today's date is replaced with a fixed date.
+    # Save the chat template that the agent was trained with. It may differ from the base model's
+    # template, because today's date is replaced with a fixed date.
     if encoder.template.text != tokenizer.get_chat_template():
         tokenizer.chat_template = encoder.template.text
     tokenizer.save_pretrained(folder)
@@ -565,12 +566,12 @@ def write_model(model, encoder: Encoder, folder, weights: dict) -> None:
 
 
 def saved_config(model) -> dict:
-    """Returns the config.json of an agent: that of its base model, with the fields that changed.
+    """Returns the config.json of an agent: that of its base model, with the changed fields updated.
 
-    Every program that can read the base model can then read the agent, too. If this version of
+    Every program that can read the base model can then also read the agent. If this version of
     transformers wrote all fields itself, other versions would not know some of them, and would
-    silently use defaults instead, for example for RoPE. If the base model is multimodal, the agent
-    has the fields of its language model.
+    silently use defaults instead, for example for RoPE. If the base model is multimodal, the result
+    contains the fields of its language model.
     """
     config = model.config
     base = config.name_or_path
@@ -591,7 +592,7 @@ def saved_config(model) -> dict:
 
 
 def saved_tokenizer_config(folder: Path) -> dict:
-    """Returns the tokenizer_config.json in a folder, in a form that transformers 4 can read, too.
+    """Returns the tokenizer_config.json in a folder, in a form that transformers 4 can also read.
 
     Many inference servers still use transformers 4.
     """
@@ -605,11 +606,11 @@ def saved_tokenizer_config(folder: Path) -> dict:
 
 
 def saved_generation_config(base, encoder: Encoder) -> transformers.GenerationConfig:
-    """Returns the generation config of an agent, from the generation config `base`.
+    """Returns the generation config of an agent, based on the generation config `base`.
 
-    Generation stops at the end-of-turn token and at the EOS tokens of the base model, and never
-    samples the tokens that are suppressed during a run. Token ids outside of the vocabulary are
-    left out.
+    Generation stops at the end-of-turn token and at the EOS tokens of the base model. The tokens
+    that are suppressed during a run are never sampled. Token ids outside the vocabulary are left
+    out.
     """
     ends = base.eos_token_id
     if not isinstance(ends, list):

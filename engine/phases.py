@@ -3,12 +3,12 @@
 The loops in `coevolve.py` pass values from phase to phase. These values can be saved:
 
     list of trajectories    a .jsonl file, one trajectory per line
-    list of pairs           a .jsonl file whose lines name trajectories, but do not contain them
+    list of pairs           a .jsonl file whose lines contain only references to trajectories
     list of dicts           a .jsonl file
     `Trained`               the folder of a model, with the logs of its training
     folder of a model       a copy of this folder, without its logs
 
-config.json has the settings of the run, and phases.json has a record of each output.
+config.json contains the settings of the run, and phases.json a record of each output.
 """
 
 import os
@@ -70,7 +70,7 @@ class Saved(UserList):
 
         Args:
             key: The `content_hash` of the list.
-            inputs: Values that contain the trajectories that a pairs file names.
+            inputs: Values that contain the trajectories that a pairs file refers to.
         """
         saved = cls.__new__(cls)
         saved.file = file
@@ -81,7 +81,8 @@ class Saved(UserList):
     @cached_property
     def data(self) -> list:
         items = read(self.file, self.inputs)
-        # A pairs file only names its trajectories, which the loop may have changed in the meantime.
+        # A pairs file contains only references to trajectories. The loop may have changed these
+        # trajectories in the meantime.
         if isinstance(next(iter(items), None), Pair) and content_hash(items) != self.key:
             raise UsageError(f"{self.file}: trajectories were changed after these pairs were made "
                              "of them; change copies (dataclasses.replace) instead")
@@ -115,7 +116,8 @@ class Phases:
         Args:
             encoder: The `engine.chat.Encoder` of the base model.
             options: The settings that are specific to the environment.
-            reads: The names of the settings that the method reads. Only they are recorded.
+            reads: The names of the settings that the method reads. Only these settings are
+                recorded.
             backends: The backends of a new run, for its config.json; None for an existing run.
         """
         self.machine = machine
@@ -128,9 +130,9 @@ class Phases:
         self.name = ""  # the name of the output that the current phase makes
         # Maps each output that this process has made or reused to its record in phases.json.
         self.done = {}
-        # Maps paths to keys that identify their content. The key of a model of this run is the
-        # cache key of the phase that trained it, and the key of a model from the Hugging Face Hub
-        # is its commit. The keys of all other paths are made of file hashes.
+        # Maps paths to keys that identify their content. For a model of this run, the key is the
+        # cache key of the phase that trained it. For a model from the Hugging Face Hub, it is the
+        # commit. For all other paths, it consists of file hashes.
         self.keys = {}
         # Only the main rank needs the code version, because only this rank writes config.json.
         self.code = code_now() if self.main else None
@@ -218,14 +220,14 @@ class Phases:
         the key.
 
         If a user has edited an output after the phase wrote it, the edited output is used. Its
-        record in phases.json then has the entry `edited`, the hash of its edited content.
+        record in phases.json then contains the entry `edited`, the hash of its edited content.
 
         Args:
             output: The name of the output, which is a file or a folder in the run's folder.
             phase: A function phase(run, *inputs, **parameters). It returns a value that can be
                 saved (see the top of this file), or a tuple of such a value and a dict of numbers
                 for phases.json. In distributed runs, all ranks call it, and it has to return the
-                same on all of them.
+                same value on all of them.
             inputs: Lists of trajectories, pairs or dicts, files, folders of models, None, or lists
                 and dicts of these.
             parameters: Numbers and strings.
@@ -275,8 +277,9 @@ class Phases:
     def check_ranks(self, step: list | None) -> None:
         """Raises ValueError if the ranks are at different steps of the loop.
 
-        Plain Python between two phases runs on every rank, and its results may differ, for example
-        after an unseeded shuffle. `step` identifies the step, and is None at the end of the loop.
+        The Python code between two phases runs on every rank, and its results may differ, for
+        example after an unseeded shuffle. `step` identifies the step, and is None at the end of the
+        loop.
         """
         if any(other != step for other in self.machine.gather([step])):
             raise ValueError("the ranks differ in the phase, its inputs or its parameters; make "
@@ -385,15 +388,15 @@ class Phases:
     # ............................................................................... console
 
     def print(self, text: str) -> None:
-        """Prints a text on the main rank. An active progress bar stays below the text."""
+        """Prints a text on the main rank, above the progress bar if one is active."""
         if self.main:
             tqdm.write(visible(text))
 
     def bar(self, total: int | None, items: Iterable | None = None):
         """Returns a progress bar for the current phase. The bar is visible only in a terminal.
 
-        `total` is None if the number of steps is unknown. Without `items` to iterate over, call the
-        bar's `update` after each step.
+        `total` is None if the number of steps is unknown. If `items` is None, call the bar's
+        `update` after each step.
         """
         hidden = None if self.main else True  # with None, tqdm shows the bar only in a terminal
         return tqdm(items, total=total, desc=self.name, leave=False, disable=hidden, delay=2)
@@ -427,7 +430,7 @@ def temporary(path: Path) -> Path:
 def hashes_of(path: Path):
     """Returns the hash of a file, or the names and hashes of the files in a folder.
 
-    If the folder has no files, returns the path itself.
+    If the folder contains no files, returns the path itself.
     """
     if path.is_file():
         return file_hash(path)

@@ -59,7 +59,7 @@ def packed_log_probs(model, trajectories: list[Trajectory], logits_processor: Ca
 
     # 1. Group trajectories of similar length into attention batches. For each packed token, find
     # the index of its output in the concatenated outputs of all batches. A shared token has several
-    # equal outputs, one per trajectory, and the index may be that of any of them.
+    # identical outputs, one per trajectory, and any of their indices can be used.
     unpack_indices = []
     repack_index = [0] * len(ids)  # (N,)
     start = 0

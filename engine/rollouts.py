@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from envs import EnvError, Environment, episode
 
-# The waiting times before the retries of a failed episode, in seconds. The last one is long,
+# The waiting times before the retries of a failed episode, in seconds. The last time is long,
 # because an environment server may need time to restart.
 WAITS = [0.5, 5.0, 25.0]
 

@@ -31,7 +31,7 @@ from engine.sampling import TokenSampler
 from engine.trajectories import row_of
 from environments import make
 
-# The backends of a model for which all backends are correct, see `self_check.select_backends`.
+# The backends of a model for which all backends are correct (see `self_check.select_backends`).
 ALL_BACKENDS = dict(replies="kv_cache", passes=[*self_check.PASS_BACKENDS])
 
 
@@ -43,8 +43,8 @@ class Run(Phases):
         Args:
             options: The settings that are specific to the environment.
             method: The `common.settings.Method`. Without it, all settings count as read.
-            make_env: A function that creates an environment, instead of the one that the settings
-                name.
+            make_env: A function that creates an environment, in place of the environment in the
+                settings.
         """
         s = settings
         reads = {*vars(s), *vars(options)}
@@ -89,7 +89,7 @@ class Run(Phases):
 
     @property
     def expert_file(self) -> Path | None:
-        """The file of --experts, or None for the environment's scripted expert."""
+        """The file given by --experts, or None for the environment's scripted expert."""
         return Path(self.settings.experts) if self.settings.experts else None
 
     # ............................................................................... training
@@ -97,7 +97,7 @@ class Run(Phases):
     def load(self, folder: Path, groups: Sequence[Group] = ()):
         """Loads a model, and returns it ready for training on `groups`.
 
-        The groups determine whether gradient checkpointing is used, see `Machine.recomputes`.
+        The groups determine whether gradient checkpointing is used (see `Machine.recomputes`).
         """
         with agent_errors(self, folder):
             model = models.load(self.machine.accelerator, folder, self.machine.recomputes(groups),
@@ -115,7 +115,7 @@ class Run(Phases):
     ) -> torch.Tensor:
         """Returns log pi of all action tokens of the trajectories, (A,), in nats.
 
-        Except for rounding, the result is that of `dpo.token_log_probs`. This method is faster,
+        The result equals that of `dpo.token_log_probs` up to rounding. This method is faster,
         because it runs in parallel on all ranks, or with prefix sharing on a CPU.
         """
         if self.shares_prefixes:
@@ -151,8 +151,8 @@ class Run(Phases):
     ) -> tuple[Trained, dict]:
         """Trains a model with AdamW.
 
-        The log train.jsonl has one line per training step. The log margins.jsonl has one line per
-        pair, and exists only if there are pairs.
+        The log train.jsonl contains one line per training step. The log margins.jsonl contains one
+        line per pair, and exists only if there are pairs.
 
         Args:
             model: A model that `load` returned. It is trained in place.
@@ -192,7 +192,7 @@ class Run(Phases):
         return Trained(model, logs), dict(steps=len(lines), **losses, tokens=tokens)
 
     def is_close(self, loss: float, expected: float) -> bool:
-        """Returns True if a loss is the expected one except for rounding.
+        """Returns True if a loss equals the expected loss up to rounding.
 
         In bf16, the batch changes the log-probability of a trajectory by several tenths of a nat.
         """
@@ -232,8 +232,8 @@ class Run(Phases):
         return sorted(self.machine.gather(share), key=lambda t: order[t.task, t.rollout])
 
     def inference_copy(self, agent):
-        """Returns an unsharded model for inference, in bf16 if the run uses bf16 and else in fp32.
-        """
+        """Returns an unsharded inference model, in bf16 if the run uses bf16, and otherwise in
+        fp32."""
         dtype = torch.bfloat16 if self.machine.bf16 else torch.float32
         if not isinstance(agent, Path):
             model = models.make_inference_copy(agent, dtype)
@@ -265,8 +265,8 @@ class Run(Phases):
 def margins_of(steps: list[list[Group]]) -> list[dict]:
     """Returns the rows of margins.jsonl, one per pair.
 
-    A row identifies the pair, and has its statistics (see `dpo.Pair.history`) in the first and in
-    the last optimiser step on the pair, in nats.
+    A row identifies the pair, and contains its statistics (see `dpo.Pair.history`) in the first and
+    in the last optimiser step on the pair, in nats.
     """
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
@@ -284,7 +284,7 @@ def given_models(s, base: Path) -> dict[str, Path]:
 
 
 def check_same_tokenizer(base: Path, encoder, agent: Path) -> None:
-    """Raises UsageError if the --failure-from agent has another tokenizer or chat template."""
+    """Raises UsageError if the --failure-from agent has a different tokenizer or chat template."""
     with models.naming_flag("--failure-from"):
         fingerprint = models.read_encoder(agent).fingerprint()
     if fingerprint != encoder.fingerprint():
@@ -305,9 +305,9 @@ def select_backends(s, base: Path, machine: Machine, encoder) -> dict:
 
 
 def model_backends(s, model: Path, machine: Machine, encoder) -> dict:
-    """Returns the backends that give correct results for a model, see `engine.self_check`.
+    """Returns the backends that give correct results for a model (see `engine.self_check`).
 
-    Raises UsageError if none does, or if transformers cannot save the model.
+    Raises UsageError if no backend does, or if transformers cannot save the model.
     """
     if model == models.MODELS["tiny"]:
         return ALL_BACKENDS

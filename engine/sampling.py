@@ -28,13 +28,13 @@ class Sampler:
 
     The GRPO loss also uses this distribution. With the model's own distribution, a negative
     advantage would decrease the probability of the sampled tokens, and thereby increase that of
-    suppressed tokens. These are never sampled, so they get no advantage that could correct this.
+    suppressed tokens. Suppressed tokens are never sampled, so no advantage can correct this.
 
     Args:
         temperature: The sampling temperature. If it is 0, decoding is greedy.
         suppressed_ids: The token ids that are never sampled, such as special tokens.
         vocabulary_size: The number of token ids in use. If the model has more logits, the extra ids
-            are suppressed, too, unless `suppressed_ids` is empty. By default, all logits are used.
+            are also suppressed, unless `suppressed_ids` is empty. By default, all logits are used.
     """
 
     def __init__(self, temperature: float = 1.0, suppressed_ids: tuple[int, ...] = (),
@@ -77,7 +77,7 @@ class Reply:
 class TokenSampler:
     """Samples the next token for each reply in a batch.
 
-    A reply ends after one of the strings `stops`, or after an end-of-turn token.
+    A reply ends after a string in `stops`, or after an end-of-turn token.
     """
 
     def __init__(self, sampler: Sampler, encoder, stops: tuple[str, ...]):
@@ -87,7 +87,7 @@ class TokenSampler:
         self.may_end = {}  # by token id: True if a stop string may end within the token
 
     def __call__(self, replies: list[Reply], logits: Tensor) -> Tensor:
-        """Samples a token for each reply, and appends it to the reply unless the reply is done.
+        """Samples a token for each reply, and appends it to the reply unless the reply is finished.
 
         Each call has only one host-device synchronisation for the whole batch.
 
@@ -96,7 +96,7 @@ class TokenSampler:
             logits: The logits of the next token of each reply, (B, V).
 
         Returns:
-            The token ids, (B, 1). Replies that are done get the end-of-turn token.
+            The token ids, (B, 1). Finished replies get the end-of-turn token.
         """
         log_p = self.sampler.process_logits(logits).log_softmax(-1)               # (B, V)
         u = self.uniform(replies).to(log_p.device, non_blocking=True)             # (B, 1)
@@ -119,9 +119,9 @@ class TokenSampler:
     def uniform(self, replies: list[Reply]) -> Tensor:
         """Draws a uniform random number in [0, 1) for each reply, (B, 1).
 
-        The value is -1 for a reply that is done. If a number were drawn for it, the later turns of
-        its episode would depend on the lengths of the other replies in the batch. At temperature 0,
-        the value for other replies is 0.
+        The value is -1 for a finished reply. If a number were drawn for it, the later turns of its
+        episode would depend on the lengths of the other replies in the batch. At temperature 0, the
+        value for unfinished replies is 0.
         """
         numbers = []
         for reply in replies:
@@ -144,8 +144,8 @@ class TokenSampler:
     def stops_at(self, ids: Ids) -> bool:
         """Returns True if the last token of a reply completes a stop string.
 
-        For speed, the reply is only decoded if the last token contains the last character of a stop
-        string, as few tokens do.
+        For speed, the reply is decoded only if the last token contains the last character of a stop
+        string. Few tokens do.
         """
         last = ids[-1]
         if last not in self.may_end:

@@ -16,8 +16,8 @@ from engine.chat import Encoder, first_line
 from engine.generation import REPLY_BACKENDS, make_generator
 from engine.sampling import Sampler, TokenSampler
 
-# The largest error of a correct backend, in nats per token. In fp32, rounding causes errors of
-# 4e-5, and bugs cause errors of 0.012 or more.
+# Maximum allowed error of a backend, in nats per token. In fp32, rounding causes errors of 4e-5,
+# and bugs cause errors of 0.012 or more.
 TOLERANCE = 1e-3
 SHORT_TOKENS = 24  # maximum number of tokens in the short test sequence
 REPLY_TOKENS = 6   # number of tokens in a test reply
@@ -48,7 +48,7 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
         model: A causal language model. Its weights stay in fp32 after the check. Its attention
             implementation is restored.
         longest: The maximum number of tokens in a test sequence, replies included. Long sequences
-            are needed because some bugs only occur beyond a certain length.
+            are needed because some bugs occur only beyond a certain length.
 
     Returns:
         A dict with two entries. `replies` is the fastest correct backend for generation, one of
@@ -105,15 +105,15 @@ def backend_error(check: Callable) -> tuple[float, str]:
 def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     """Creates three or four test sequences of random tokens.
 
-    1. A long sequence, which has almost `longest` tokens.
-    2. Another long sequence. Its first third is the same as in sequence 1.
+    1. A long sequence of almost `longest` tokens.
+    2. Another long sequence. Its first third is identical to that of sequence 1.
     3. A short sequence of at most SHORT_TOKENS tokens.
-    4. A sequence of `longest` / 3 tokens, unless sequence 3 already has this length. Some bugs only
-       occur at medium lengths.
+    4. A sequence of `longest` / 3 tokens, unless sequence 3 already has this length. Some bugs
+       occur only at medium lengths.
 
     No other lengths are tested, because some models (LongRoPE) change their position embeddings
-    beyond a certain length. If a test sequence grew beyond this length while its replies were
-    generated, even a correct backend could have a large error.
+    beyond a certain length. If a test sequence crossed that length during generation, even a
+    correct backend could have a large error.
     """
     rng = random.Random(0)
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
@@ -158,10 +158,10 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
 
 
 def pass_error(model, sequences: list[Ids], passes: str) -> float:
-    """Returns the numerical error of a backend for forward passes, as `reply_error` does.
+    """Returns the numerical error of a backend for forward passes, defined as in `reply_error`.
 
-    The backend computes the log-probabilities of all test sequences in a single forward pass, which
-    is compared with a plain forward pass for each sequence.
+    The backend computes the log-probabilities of all test sequences in a single forward pass. They
+    are compared with those of a plain forward pass for each sequence.
     """
     trajectories = []
     for ids in sequences:

@@ -10,7 +10,7 @@ from common.files import whole_lines
 from common.settings import UsageError
 from engine.chat import first_line
 
-# Maps training metrics to their names in an experiment tracker, which are those of TRL.
+# Maps training metrics to their names in an experiment tracker. TRL uses the same names.
 TRL_NAMES = {"norm": "grad_norm", "chosen": "logps/chosen", "rejected": "logps/rejected",
          "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
          "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
@@ -28,7 +28,7 @@ class Tracking:
         self.file = folder / "metrics.jsonl"
         if not accelerator.is_main_process:
             return
-        # The number of lines in metrics.jsonl, to which a resumed run appends.
+        # The number of lines in metrics.jsonl. A resumed run appends to this file.
         self.lines = len(whole_lines(self.file))
         if not name:
             return
@@ -73,7 +73,7 @@ class Tracking:
         values = flatten(phase.removesuffix(".jsonl"), renamed)
         if "split" in numbers:
             values |= flatten(f"evaluate/{numbers['name']}/{numbers['split']}", numbers)
-        # Most trackers do not accept ">", which is in the names of kinds of pairs.
+        # Most trackers do not accept ">", which occurs in the kinds of pairs.
         self.accelerator.log({name.replace(">", "_over_"): value for name, value in values.items()},
                              self.lines)
 
@@ -81,7 +81,7 @@ class Tracking:
 def with_trl_names(line: dict) -> dict:
     """Renames the metrics of a training step to the names that TRL uses.
 
-    Metrics of one kind of pairs get the kind as a suffix, as in `rewards/margins/expert>target`.
+    Metrics of one kind of pair get the kind as a suffix, as in `rewards/margins/expert>target`.
     """
     renamed = {}
     for name, value in line.items():

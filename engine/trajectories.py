@@ -15,8 +15,8 @@ from common.files import json_line, read_jsonl
 from common.settings import UsageError
 from dpo import Pair, Trajectory
 
-# The required fields and their types: of a line in a pairs file, of the entries `chosen` and
-# `rejected` of such a line, and of a message in a trajectory.
+# Required fields and their types, for a line of a pairs file, for its entries `chosen` and
+# `rejected`, and for a message of a trajectory.
 PAIR_FIELDS = dict(task=str, kind=str, chosen=dict, rejected=dict, weight=float, sft_weight=float)
 SIDE_FIELDS = dict(agent=str, iteration=int, rollout=int)
 MESSAGE_FIELDS = dict(role=str, content=str)
@@ -37,7 +37,7 @@ def line_of(item) -> str:
 
 
 def is_rows(value) -> bool:
-    """Returns True for a list of trajectories, pairs or dicts, also for an empty list."""
+    """Returns True for a list of trajectories, pairs or dicts, including an empty list."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(
         isinstance(item, (Trajectory, Pair, dict)) for item in value)
 
@@ -45,7 +45,7 @@ def is_rows(value) -> bool:
 def content_hash(items: Iterable) -> str:
     """Returns the SHA-256 hash of the content of a list of trajectories, pairs or dicts.
 
-    The hash covers the lines that `write` writes. For pairs, whose lines only name their
+    The hash covers the lines that `write` writes. For pairs, whose lines contain only references to
     trajectories, it also covers the trajectories.
     """
     digest = hashlib.sha256()
@@ -69,7 +69,7 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
     Raises UsageError with the file and the line if a line is not valid.
 
     Args:
-        inputs: Values that contain the trajectories that a pairs file names.
+        inputs: Values that contain the trajectories that a pairs file refers to.
         vocabulary: The vocabulary size. Token ids must be below it.
     """
     items = []
@@ -91,7 +91,8 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
 
 
 def trajectories_in(value) -> Iterable[Trajectory]:
-    """Yields all trajectories in a trajectory, a pair, or a nested list or dict of these."""
+    """Yields every trajectory in a value: a trajectory, a pair, or a nested list or dict of these.
+    """
     if isinstance(value, Trajectory):
         yield value
     elif isinstance(value, Pair):
@@ -173,7 +174,7 @@ def describe(name: tuple) -> str:
 
 
 def row_of(pair: Pair) -> dict:
-    """Returns a dict with the task and kind of a pair, and the names and rewards of both sides."""
+    """Returns a dict with the task and kind of a pair, and the name and reward of each side."""
     sides = {}
     for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():
         sides[side] = dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
@@ -182,7 +183,7 @@ def row_of(pair: Pair) -> dict:
 
 
 def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
-    """Converts a line of a pairs file to a pair of trajectories, which are looked up in `by_name`.
+    """Converts a line of a pairs file to a pair. The trajectories are looked up in `by_name`.
 
     Raises ValueError if a field is not valid, or if one of the trajectories does not exist.
     """
@@ -213,9 +214,10 @@ def trajectories_by_name(trajectories: Iterable[Trajectory]) -> dict[tuple, Traj
 
 
 def check_pairs(items: list, inputs: Iterable) -> None:
-    """Raises ValueError if a trajectory of a pair is not in `inputs`, or is a changed copy.
+    """Raises ValueError if a trajectory of a pair is not in `inputs`, or is a modified copy of one.
 
-    Such a pair could not be read from its file later, because the file only names trajectories.
+    Such a pair could not be read from its file later, because the file contains only references to
+    trajectories.
     """
     pairs = [item for item in items if isinstance(item, Pair)]
     known = trajectories_by_name(trajectories_in(inputs)) if pairs else {}

@@ -1,5 +1,5 @@
-"""Finds and creates environments. Each folder next to this file contains one environment, which has
-the name of the folder.
+"""Finds and creates environments. Each folder next to this file contains the environment of the
+same name.
 
 The file `__init__.py` of such a folder defines the class `Options`, and imports no optional
 packages. The packages that an environment needs are imported only when the environment is created.
@@ -26,7 +26,7 @@ class Options(Stated):
 
     A subclass adds settings and defines the method make(view), which returns the `Environment`.
     """
-    # Only the environments of eto_protocol.py have another protocol.
+    # Only the environments of eto_protocol.py have a different protocol.
     protocol: ClassVar[str] = "ours"
 
     def in_protocol(self, env: Environment, examples: int) -> Environment:
@@ -64,12 +64,12 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> Environ
 
 def converse(env: Environment, observation: str,
              act: Callable[[str], str]) -> tuple[list[dict], float]:
-    """Plays an episode, and returns its messages up to the last reply, and its reward.
+    """Plays an episode. Returns its messages up to the last reply, and its reward.
 
     Args:
-        env: The environment, after a call of `reset` or `start`.
+        env: The environment, after a call to `reset` or `start`.
         act: A function that takes an observation and returns a reply. If the function raises Stuck
-            or StopIteration, the episode ends with the reward 0.
+            or StopIteration, the episode ends with reward 0.
     """
     messages = env.opening(observation)
     for turn in range(1, env.max_turns + 1):
@@ -87,8 +87,7 @@ def converse(env: Environment, observation: str,
 
 
 def replay(env: Environment, task, replies: list[str]) -> list[Step]:
-    """Plays an episode of the task with this value, with the given replies, and returns its steps.
-    """
+    """Plays an episode with the given replies, and returns its steps. `task` is a task's value."""
     env.start(task)
     steps = []
     for reply in replies[:env.max_turns]:

@@ -21,8 +21,8 @@ from envs import Environment, Step
 class ProtocolOptions(Options):
     """Settings of the environments of ETO and IPR."""
     # Prompt, messages, rules, stop strings and rewards of the episodes: "ours" for those of this
-    # project, or "eto" for those of ETO's code (of IPR's code in InterCodeSQL). "eto" also changes
-    # the defaults of lengths, learning rate and temperature to those of that code [ours]
+    # project, or "eto" for those of ETO's code (or IPR's code in InterCodeSQL). "eto" also changes
+    # the defaults of lengths, learning rate and temperature to match that code [ours]
     protocol: Literal["ours", "eto"] = "ours"
     # Folder with the prompts for --protocol eto: eval_agent/prompt in ETO's or IPR's repository [-]
     prompts: OldFile = None
@@ -130,7 +130,7 @@ class EtoShop(EtoEnvironment):
 class EtoScienceWorld(EtoEnvironment):
     """Wraps ScienceWorld. The reward is the highest score so far.
 
-    The highest score starts at -1, so a wrong `focus on` as the first action gives the reward -1. A
+    The highest score starts at -1, so a wrong `focus on` as the first action gives reward -1. A
     reply without an action resets the highest score to 0.
     """
 

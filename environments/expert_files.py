@@ -1,8 +1,8 @@
 """Reads expert trajectories (demonstrations) from a file.
 
-The file is a JSON list, as published by ETO (Song et al. 2024) and IPR (Xiong et al. 2024), or has
-JSON lines, as written by a run of this project. The opening of a trajectory is its prompt and its
-first observation. The opening must be the same as that of the task in our environment. If the two
+The file is a JSON list, as published by ETO (Song et al. 2024) and IPR (Xiong et al. 2024), or
+contains JSON lines, as written by a run of this project. The opening of a trajectory is its prompt
+and its first observation. The opening must match the task's opening in our environment. If the two
 openings differ, the trajectory was made on a different task.
 """
 
@@ -75,7 +75,7 @@ def read_experts(path: str, env: Environment, report: Callable[[str], None] | No
     """Reads a file of expert trajectories, and returns (task id, messages, reward) for each entry.
 
     The messages are empty if the context window was full before the agent's first reply. An entry
-    without a reward gets the reward 1, and `report` prints the number of such entries.
+    without a reward gets reward 1, and `report` prints the number of such entries.
     """
     with reading(f"--experts {path}", MUST):
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -137,7 +137,7 @@ def never_replied(row: dict) -> bool:
 
 
 def check_fields(row: dict, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Raises ValueError if a required field is missing, or if the row has an unknown field.
+    """Raises ValueError if a required field is missing, or if the row contains an unknown field.
 
     Unknown fields are not ignored, because a field may change the meaning of the row. For example,
     it may mark messages that the model should not be trained on.
@@ -161,7 +161,8 @@ def read_turns(turns: list[dict], role: str, text: str, *optional: str, roles=RO
         roles: A dict {role in the file: role in a chat template}.
 
     Raises:
-        ValueError: A message is malformed. The error names the message by its number, from 1.
+        ValueError: A message is malformed. The error gives the number of the message, counted from
+            1.
     """
     messages = []
     for n, turn in enumerate(turns, 1):
@@ -253,7 +254,7 @@ def opening_difference(env: Environment, messages: list[dict],
         observation: The first observation of the same task in our environment.
 
     Returns:
-        An excerpt of each opening, at the first difference, or None if the openings are equal.
+        An excerpt of each opening, at the first difference, or None if there is no difference.
     """
     opening = env.opening(observation)
     for their_message, our_message in zip(messages, opening):

@@ -1,6 +1,6 @@
 """The baselines RFT, DART and PPO of arXiv 2511.22254.
 
-These baselines have their own training loops. The baselines SFT and ETO use the loop in
+These baselines have their own training loops. The baselines SFT and ETO use the loops in
 `coevolve.py`.
 
     RFT    rejection-sampling fine-tuning: the agent samples episodes, its successes are added to
@@ -62,8 +62,8 @@ def rft(run: Run) -> None:
     """Trains an agent with RFT (Section 5.1), or with DART (Section 5.3).
 
     The agent after SFT plays the training tasks. Its successes are added to the expert
-    trajectories, on which the base model is then fine-tuned. With --method dart, the agent plays
-    more episodes of those tasks in which it often fails.
+    trajectories, and the base model is fine-tuned on all of them. With --method dart, the agent
+    plays more episodes of those tasks in which it often fails.
     """
     once = run.once
     experts, agent = train_on_experts(run)
@@ -111,9 +111,9 @@ def explore_more(
 def dart_rollouts(successes: list[bool], budget: int) -> int:
     """Returns the number of additional rollouts of a task.
 
-    Section 5.3 computes the difficulty of a task "based on the fraction of successful rollouts",
-    and multiplies it by the budget N. We use round(N (1 - successes / n)), which is our reading of
-    the text. `successes` has one bool for each of the n first rollouts.
+    Section 5.3 defines the difficulty of a task "based on the fraction of successful rollouts", and
+    multiplies it by the budget N. We use round(N (1 - successes / n)), which is our reading of the
+    text. `successes` contains one bool for each of the first n rollouts.
     """
     return round(budget * (1 - sum(successes) / len(successes)))
 
@@ -143,15 +143,16 @@ def join_successes(
             elif actions in known:
                 dropped["known already"] += 1
             else:
-                # With --protocol eto, the agent's prompt has an example, but the prompt of expert
-                # trajectories has none. SFT uses the same prompt for both, that of the expert.
+                # With --protocol eto, the agent's prompt contains an example, but the prompt of
+                # expert trajectories does not. SFT uses the prompt of the expert trajectory for
+                # both.
                 known.add(actions)
                 added.append(replace(t, messages=opening + split_opening(t)[1]))
     return [*experts, *added], dict(experts=len(experts), successes=len(added), dropped=dropped)
 
 
 def split_opening(t: Trajectory) -> tuple[list[dict], list[dict]]:
-    """Returns the messages before the agent's first reply (the opening), and all others."""
+    """Returns the messages before the agent's first reply (the opening), and all later messages."""
     n = first_reply(t.messages, t.turns)
     return t.messages[:n], t.messages[n:]
 
@@ -210,8 +211,8 @@ def train_ppo(
                   f"be compared ({dict(dropped)})")
         return model, dict(steps=0, dropped=dropped)
 
-    # 2. Compute log pi_SFT and log pi_old. Here and in training, log-probabilities refer to the
-    # distribution that episodes were sampled from, which has a temperature and suppressed tokens.
+    # 2. Compute log pi_SFT and log pi_old. Here and in training, log-probabilities are those of the
+    # distribution that the episodes were sampled from, with its temperature and suppressed tokens.
     # Only one model is in memory at a time.
     sampler = run.encoder.sampler(s.temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)
@@ -249,10 +250,10 @@ def make_groups(rollouts: Iterable[Trajectories]) -> tuple[list[TaskGroup], list
 @dataclass(frozen=True)
 class Baselines(Stated):
     """DART and PPO"""
-    # The budget N of DART: a task gets N x f additional rollouts, where f is the fraction of
-    # failures among its first rollouts [Section 5.3]
+    # Budget N of DART: a task gets N x f additional rollouts, where f is the fraction of failures
+    # among its first rollouts [Section 5.3]
     dart_budget: Whole = 10
-    # The learning rate of PPO; it stays constant after a linear warmup, as in DPO [ours]
+    # Learning rate of PPO; it stays constant after a linear warmup, as in DPO [ours]
     ppo_lr: Rate = 1e-6
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:

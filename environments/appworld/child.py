@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jail  # noqa: E402
 
-MAX_CALLS = 50  # maximum number of API calls that are reported per reply (our choice)
+MAX_CALLS = 50  # maximum number of API calls that are reported per reply [ours]
 
 
 # ------------------------------------------------------------------------------- inside an episode
@@ -47,7 +47,8 @@ def play(task: str, text: str | None, lines, send) -> None:
     sends all changes that the episode has made in the apps.
 
     Args:
-        text: The instruction of a task made in training, or None for that of the AppWorld task.
+        text: The instruction of a task that was created during training, or None for the AppWorld
+            task's own instruction.
         lines: Iterator over the requests. Each request is a line of JSON.
         send: Function that sends its keyword arguments as a line of JSON.
     """
@@ -94,7 +95,7 @@ def record_calls(requester) -> list:
 
 
 def judge(task: str, changes: dict) -> dict:
-    """Runs the tests of a task on the changes of an episode, and counts those that pass."""
+    """Runs the tests of a task on the changes of an episode, and counts the tests that pass."""
     from appworld.evaluator import evaluate_task
     write_changes(task, "episode", changes)
     result = evaluate_task(task, "episode", save_report=False)
@@ -125,8 +126,8 @@ def compare(task: str, changes: list[dict]) -> dict:
 def final_state(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
     """Returns {table: Counter of its rows} for the given apps, and the answer.
 
-    The package's own comparison skips a table with equally many changes in both episodes, and
-    otherwise compares hashes that the episodes saved. Different changes could thus look equal.
+    The package's own comparison skips a table with the same number of changes in both episodes, and
+    otherwise compares hashes that the episodes saved. Different changes could thus look identical.
     """
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection
@@ -202,7 +203,7 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
         task: Id of the task, or None for "check".
     """
     # 1. Move `line` to file descriptor 3 and `report` to file descriptor 4. Redirect file
-    # descriptors 0, 1 and 2 to /dev/null. Close all others.
+    # descriptors 0, 1 and 2 to /dev/null. Close all other file descriptors.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     jail.die_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -238,10 +239,10 @@ def run_fork(line: int, report: int, do: str, task: str | None) -> None:
 
 
 def serve() -> None:
-    """Forks a process for each job that the client requests. Exits when the client has exited.
+    """Forks a process for each job that the client requests. Exits when the client exits.
 
-    A request is one short packet that contains the job. Two sockets are attached to the packet.
-    Longer texts are sent over the first socket, because long packets are truncated.
+    A request is one short packet that contains the job and passes two sockets. Long texts are sent
+    over the first socket, because long packets are truncated.
     """
     warm()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forked processes that end

@@ -1,8 +1,8 @@
 """The task families of the small AppWorld.
 
-A family is a function that returns a random task for a person, a dict with the contacts, alarms and
-notes that `small.py` has created. Each step of a solution is the code of one reply, and makes one
-API call.
+A family is a function that returns a random task for a person. A person is a dict with the
+contacts, alarms and notes that `small.py` has created. Each step of a solution is the code of one
+reply, and makes one API call.
 """
 
 import random
@@ -49,7 +49,8 @@ def login(app: str, person: dict) -> str:
 
 
 def solution(person: dict, draft: Draft) -> list[str]:
-    """Returns all steps of a solution, which logs in to the draft's first app at its beginning."""
+    """Returns all steps of a solution. The first two read the passwords and log in to the first
+    app."""
     start = [LOOK, login(draft.apps[0], person)]
     return [*start, *draft.steps, DONE if draft.answer is None else ANSWER]
 

@@ -22,8 +22,8 @@ NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
 DIE_WITH_PARENT, SET_SECCOMP, DROP_CAPABILITY = 1, 22, 24  # options of prctl
-# Limits of an isolated process (our choice)
-SIZE = 128 << 20      # maximum bytes in a file, and in all files in writable folders together
+# Limits of an isolated process [ours]
+SIZE = 128 << 20      # maximum number of bytes in a file, and in all writable folders together
 MAX_FILES = 10_000    # maximum number of files and folders in writable folders
 MAX_OPEN = 256        # maximum number of open files
 MAX_THREADS = 200     # maximum number of threads
@@ -47,7 +47,7 @@ DENIED = (
     # calls that change resource limits. With a low limit, the kernel would kill the process with
     # SIGKILL, which looks like a failure of the machine, and not of the agent's code.
     "setrlimit").split()
-# With (name, index, comparison, a, b), a call only fails if its argument x at this index satisfies
+# With (name, index, comparison, a, b), a call fails only if its argument x at this index satisfies
 # the comparison: NOT_EQUAL is x != a, and MASKED is (x & a) == b.
 DENIED_IF = (
     ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
@@ -78,7 +78,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> No
     die_with_parent()  # again, because entering a user namespace resets this setting
     build_root(visible, own, user)
     if process := os.fork():
-        # The client only notices the end of the new process if no other copy of its sockets exists.
+        # The client notices the end of the new process only if no other copy of its sockets exists.
         os.closerange(0, report)
         _, status = os.waitpid(process, 0)
         if status != 9:
@@ -160,8 +160,8 @@ def set_limits(megabytes: int, user: int | None) -> None:
     limits = {resource.RLIMIT_AS: megabytes << 20, resource.RLIMIT_FSIZE: SIZE,
             resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: MAX_OPEN}
     version = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
-    # Before Linux 5.14, RLIMIT_NPROC also counts processes outside the namespace. It is then only
-    # set if the process gets a user id of its own.
+    # Before Linux 5.14, RLIMIT_NPROC also counts processes outside the namespace. The limit is then
+    # set only if the process gets its own user id.
     if user is not None or tuple(map(int, version)) >= (5, 14):
         limits[resource.RLIMIT_NPROC] = MAX_THREADS
     for kind, value in limits.items():
@@ -181,9 +181,9 @@ def drop_privileges(user: int | None) -> None:
 def filter_calls(seccomp: ctypes.CDLL) -> None:
     """Installs the seccomp filter for system calls.
 
-    libseccomp also sets no_new_privs, so the process cannot gain privileges. A system call of
-    another architecture (32-bit or x32) kills the whole process. By default, libseccomp kills only
-    the calling thread, and the other threads would wait for it until the time limit.
+    libseccomp also sets no_new_privs, so the process cannot gain privileges. A system call of a
+    different architecture (32-bit or x32) kills the whole process. By default, libseccomp kills
+    only the calling thread, and the other threads would wait for it until the time limit.
     """
     allow, deny, kill_process, other_architecture = 0x7FFF0000, 0x50000, 0x80000000, 2
     seccomp.seccomp_init.restype = ctypes.c_void_p

@@ -29,7 +29,7 @@ class Judge:
     def __init__(self, python: str, root: Path):
         self.python = python
         self.root = root
-        self._traces = {}  # {task made in training: the Trace of its solution}
+        self._traces = {}  # {task created during training: the Trace of its solution}
 
     def start_episode(self, task: dict) -> Episode:
         return Episode(server(self.python, self.root), task["start"], task.get("text"))
@@ -66,8 +66,9 @@ class Judge:
     def share(self, task: dict, changes: dict[str, str]) -> float:
         """Returns the fraction of a task's tests that pass after an episode with these changes.
 
-        A task made in training has two tests. One test compares the final state of the apps with
-        their state after the task's solution. The other test compares the two answers.
+        A task that was created during training has two tests. One test compares the final state of
+        the apps with their state after the task's solution. The other test compares the two
+        answers.
         """
         test = self._compare_with_own_code if "code" in task else self._run_tests
         result = test(task, changes)

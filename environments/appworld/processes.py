@@ -14,7 +14,7 @@ from pathlib import Path
 from common.settings import UsageError
 from envs import EnvError
 
-# All limits are our choice.
+# All limits are our own choice [ours].
 SECONDS = 20          # time limit of the code in one reply, in seconds
 MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
 GRACE_SECONDS = 5     # seconds that a process has to stop code that reached its time limit
@@ -29,7 +29,7 @@ class ProcessEnded(Exception):
 
 
 class Server:
-    """The server process that has imported the package appworld, see child.py.
+    """The server process that has imported the package appworld (see child.py).
 
     Args:
         python: Path of the Python interpreter that has the package appworld.
@@ -181,7 +181,8 @@ class Episode(IsolatedProcess):
 
     Args:
         start: Id of the AppWorld task in whose start state the episode begins.
-        text: The instruction of a task made in training, or None for that of the AppWorld task.
+        text: The instruction of a task that was created during training, or None for the AppWorld
+            task's own instruction.
 
     Attributes:
         owner: Name, email address and phone number of the person who gives the instruction.

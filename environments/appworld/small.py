@@ -7,7 +7,7 @@ from this project. Every run creates identical files.
 
 Twelve people sign up for three apps and create contacts, notes and alarms with the apps' public
 APIs. No API creates the records about a task's owner, the person who gives the instruction, so
-these are written directly to a database.
+these records are written directly to a database.
 """
 
 import json
@@ -87,7 +87,7 @@ def sign_up(call, name: str, number: int) -> dict:
         call: Function that calls an API. Its arguments are the name of the app, the name of the
             API, and the arguments of the API as keyword arguments.
         name: First and last name.
-        number: Number of the person, which the phone number and the passwords contain.
+        number: Number of the person, used in the phone number and in the passwords.
     """
     first, last = name.split()
     person = dict(first_name=first, last_name=last, phone_number=f"555{number:07}",

@@ -68,7 +68,7 @@ class TaskGenerator:
     def written(self, task: str, proposal: dict) -> dict | None:
         """Makes a candidate from an explorer model's proposal.
 
-        Returns None if `action_sequence` has no blocks or a block that is not valid Python.
+        Returns None if `action_sequence` contains no blocks, or a block that is not valid Python.
         """
         parts = [code_of(text) or text for text in proposal["action_sequence"]]
         if not parts or None in map(tree_of, parts):

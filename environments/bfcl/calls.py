@@ -1,8 +1,8 @@
 """Parses the function calls in a reply and executes them on the simulators.
 
-A call is a JSON object with the name of a documented function, which is a method of a simulator,
-and its arguments by name. The text of a reply is never evaluated as Python. An invalid call is not
-executed, and its result is an error message.
+A call is a JSON object with the name of a documented function and its arguments by name. The
+function is a method of a simulator. The text of a reply is never evaluated as Python. An invalid
+call is not executed, and its result is an error message.
 """
 
 import copy
@@ -174,7 +174,7 @@ class Simulators:
                           for name in documents(simulator)}
 
     def has_function(self, call: dict | str) -> bool:
-        """Returns True for a valid call of a function that these simulators have."""
+        """Returns True for a valid call of a function of these simulators."""
         return not isinstance(call, str) and not problem(call) and call["name"] in self.functions
 
     def run(self, call: dict | str) -> str:

@@ -30,7 +30,7 @@ except ImportError:
                      f"-m pip install --no-deps {PACKAGE}") from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
-SIZES = {"train": 100, "validation": 20, "test": 80}  # tasks per split, of 200 per category [ours]
+SIZES = {"train": 100, "validation": 20, "test": 80}  # number of tasks, of 200 per category [ours]
 # The user's message in a turn that makes new functions available [BFCL]
 MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 
@@ -136,8 +136,8 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
 
 
 def _split_of_numbers() -> dict[int, str]:
-    """Returns {task number: split} for the 200 tasks of a category. Tasks with equal start states
-    are in the same split."""
+    """Returns {task number: split} for the 200 tasks of a category. Tasks with identical start
+    states are in the same split."""
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     same_start = defaultdict(list)
     for n, entry in enumerate(base):

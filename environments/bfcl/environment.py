@@ -30,9 +30,9 @@ would need."""
 class Bfcl(Environment):
     """The multi-turn tasks of BFCL v3, on simulators for files, messages, trading and more.
 
-    A turn consists of a message of the user and the agent's replies to this message. A turn is
-    checked if its ground truth has calls. As in bfcl-eval, a checked turn passes if three
-    conditions are met:
+    A turn consists of a message from the user and the agent's replies to it. A turn is checked if
+    its ground truth contains calls. As in bfcl-eval, a checked turn passes if three conditions are
+    met:
 
     - The agent has made a call in this turn.
     - The simulators are in the same state as after the calls of the ground truth.
@@ -45,7 +45,7 @@ class Bfcl(Environment):
     Args:
         view: "full" shows the documentation of each function as JSON, "short" in one line.
         bfcl_category: One of CATEGORIES, or "all".
-        bfcl_split: "ours" or "published", see `Options`.
+        bfcl_split: "ours" or "published" (see `Options`).
         bfcl_reward: "all" or "turns".
     """
     name = "bfcl"
@@ -69,7 +69,7 @@ class Bfcl(Environment):
 
     def start(self, task: dict) -> str:
         self._task, self._turn, self._replies = task, 0, 0
-        self._hidden = task.get("hidden", {})  # a task made in training hides no functions
+        self._hidden = task.get("hidden", {})  # a task created during training hides no functions
         self.simulators, self._truth = Simulators(task["start"]), Simulators(task["start"])
         self.results = []  # the results of the agent's calls, as texts
         self._passed = []  # one bool for each turn checked so far, True if the turn passed

@@ -18,9 +18,9 @@ MAX_CALLS = 8  # maximum number of calls in the solution of a task from a templa
 class TaskGenerator:
     """Makes, checks and verifies new tasks.
 
-    A task is a dict with "start", "turns" and "calls", see `data.tasks`. A candidate is a dict with
-    "text" (all messages of the user), "task" and "solution" (a list of replies that solve the
-    task). A candidate from the template also has the item "template", which is True.
+    A task is a dict with "start", "turns" and "calls" (see `data.tasks`). A candidate is a dict
+    with "text" (all messages of the user), "task" and "solution" (a list of replies that solve the
+    task). A candidate from the template also contains the item "template", which is True.
     """
     form = ("A task is what a user asks for, in one message that holds every value that is needed "
             'but names no function. Its actions are calls, each {"name": ..., "arguments": {...}}, '
@@ -49,8 +49,8 @@ class TaskGenerator:
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes at most two candidates from an episode.
 
-        The solution consists of a random call of the episode and the useful earlier calls, see
-        `useful`. The first candidate has the whole solution in one turn. The second candidate
+        The solution consists of a random call of the episode and the useful earlier calls (see
+        `useful`). The first candidate contains the whole solution in one turn. The second candidate
         divides the solution into two or three turns. Each of these turns, except the last turn,
         ends with a call that changed a state. If no call before the last one changed a state, there
         is no second candidate.
@@ -71,9 +71,9 @@ class TaskGenerator:
                 for turns in solutions]
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """Makes a candidate with one turn from a proposal of an explorer model.
+        """Makes a one-turn candidate from an explorer model's proposal.
 
-        Returns None if "action_sequence" has no calls or an invalid call.
+        Returns None if "action_sequence" contains no calls or an invalid call.
         """
         calls = calls_in(proposal["action_sequence"])
         if not calls or not all(isinstance(call, dict) for call in calls):
@@ -109,9 +109,9 @@ class TaskGenerator:
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate, and returns None or the reason why it is not valid.
 
-        - The solution must get the reward 1, and none of its calls may fail.
+        - The solution must earn reward 1, and none of its calls may fail.
         - A second episode with the same solution must have the same results and states.
-        - The solution without its last call must not get the reward 1.
+        - The solution without its last call must not earn reward 1.
         """
         task = candidate["task"]
         reward, results, states = self._play(task, candidate["solution"])
@@ -138,7 +138,7 @@ class TaskGenerator:
         return ". Then: ".join(sentences) + "."
 
     def _without_defaults(self, task: dict) -> list[dict]:
-        """Returns the calls of all turns without arguments that have their default value."""
+        """Returns the calls of all turns, and omits arguments that have their default value."""
         calls = []
         for call in all_calls(task):
             documented = self.functions[call["name"]]["parameters"]["properties"]

@@ -15,18 +15,18 @@ Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_
 
 @dataclass(frozen=True)
 class Options(ProtocolOptions):
-    # folder with InterCode's files ic_spider_dev.json and ic_spider_dbs.sql [generated data]
+    # Folder with InterCode's files ic_spider_dev.json and ic_spider_dbs.sql [generated data]
     intercode_data: Annotated[OldFile, REAL] = None
-    # address of a MySQL or MariaDB server with InterCode's databases, mysql://user@host:port; the
+    # Address of a MySQL or MariaDB server with InterCode's databases, mysql://user@host:port; the
     # password is in the environment variable MYSQL_PWD [sqlite in this process]
     mysql_url: Address = None
 
     presets = {
-        "": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
+        "": dict(iterations=5, expert_min_reward=1.0),  # from App. B and App. A
         # These are the reasons for some of the values for the model "tiny".
         #
         # start_from: GRPO on the training tasks improves the validation reward. GRPO on tasks that
-        # the tiny model made by exploring does not improve the validation reward.
+        # the tiny model made by exploring does not.
         #
         # rejected_ends: If the DPO loss includes the end-of-turn tokens of rejected replies, 43% of
         # the episodes end in a reply that does not stop (docs/studies.md).

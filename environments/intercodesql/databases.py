@@ -6,9 +6,9 @@ server. Both classes have these methods:
     run(sql)      checks the text of an agent's query, and runs the query
     execute(sql)  runs a gold query without checking its text
 
-Both methods return a list of row tuples, None if the query has no result set, or an error text that
-starts with ERROR. A query must be a single statement that reads data. Its time and the size of its
-result are limited.
+Both methods return a list of row tuples, None if the query has no result set, or an error message
+that starts with ERROR. A query must be a single statement that reads data. Its time and the size of
+its result are limited.
 """
 
 import calendar
@@ -29,8 +29,8 @@ from envs import EnvError
 ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # maximum size of a query's result
 SECONDS = 2  # time limit of a query: CPU time for sqlite, wall-clock time for a server
-# Maximum number of steps of sqlite's virtual machine. In contrast to the time limit, this limit
-# gives the same result on every machine.
+# Maximum number of steps of sqlite's virtual machine. Unlike the time limit, it gives the same
+# result on every machine.
 VM_STEPS = 10_000_000
 CHECK_STEPS = 1_000  # sqlite's limits are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
@@ -70,7 +70,7 @@ def code_of(sql: str) -> str:
 
 
 def read_only_error(sql: str) -> str | None:
-    """Returns None if the text is a read-only query, and otherwise an error text."""
+    """Returns None if the text is a read-only query, and otherwise an error message."""
     if len(sql) > 5000:
         return ERROR + "The query is longer than 5,000 characters"
     if _READS.match(code_of(sql)):
@@ -80,7 +80,7 @@ def read_only_error(sql: str) -> str | None:
 
 
 def refusal(sql: str) -> str | None:
-    """Returns None if an agent's query can be sent to a server, and otherwise an error text.
+    """Returns None if an agent's query may be sent to a server, and otherwise an error message.
 
     The server's privileges and limits stop a harmful query that this check does not detect.
     """
@@ -110,7 +110,7 @@ def _number(value) -> float:
 def _length(text: str, count) -> int:
     """Returns the number of characters that LEFT(text, count) and RIGHT(text, count) return.
 
-    MySQL rounds `count` if it is a number, and drops its fraction if it is a text such as "2.7".
+    MySQL rounds `count` if it is a number, and drops its fraction if it is a string such as "2.7".
     """
     half = 0.5 if isinstance(count, (int, float)) else 0
     return int(min(max(_number(count), 0), len(text)) + half)
@@ -136,7 +136,7 @@ def _concat_ws(between, first, *more):
 def _extreme(choose):
     """Returns MySQL's function GREATEST if `choose` is max, or LEAST if `choose` is min.
 
-    The function compares its arguments as texts unless all of them are numbers.
+    The function compares its arguments as strings, unless all of them are numbers.
     """
     def function(first, second, *more):
         values = [first, second, *more]
@@ -169,7 +169,7 @@ def _part_of_date(part: int):
     return _or_null(function)
 
 
-# The current time in queries, so that their results do not change with the day
+# The current time in queries, fixed so that their results do not depend on the day
 TODAY = "2024-09-01 12:00:00"
 _DATES = sqlite3.connect(":memory:", check_same_thread=False)  # runs sqlite's own time functions
 
@@ -178,10 +178,11 @@ def _at_today(name: str, before: int):
     """Returns sqlite's time function `name`, with TODAY as the current time, in UTC.
 
     Args:
-        before: Number of arguments before the time, which is 1 for the format of strftime.
+        before: Number of arguments before the time: 1 for strftime, because of its format, and
+            otherwise 0.
     """
     def function(*values):
-        # sqlite ignores the rest of a text after a NUL character.
+        # sqlite ignores the part of a string after a NUL character.
         values = [value if isinstance(value, (int, float, type(None)))
                   else _text(value).partition("\0")[0] for value in values]
         modifiers = [value for value in values[before + 1:]
@@ -237,7 +238,7 @@ MATH_FUNCTIONS = {
     "pow": (2, _of_number(math.pow)), "power": (2, _of_number(math.pow)),
     "mod": (2, _of_number(math.fmod)),
     "sign": (1, _of_number(lambda x: (x > 0) - (x < 0)))}
-# A query may only call FUNCTIONS, and functions of sqlite that cannot read files or create long
+# A query may call only FUNCTIONS, and functions of sqlite that cannot read files or create long
 # texts.
 ALLOWED_FUNCTIONS = FUNCTIONS.keys() | set(
     "abs avg ceil ceiling coalesce count cume_dist dense_rank first_value floor "
@@ -258,7 +259,7 @@ def check_sqlite() -> None:
 
 
 class Sqlite:
-    """An sqlite database in memory. Queries can only read its tables, and call ALLOWED_FUNCTIONS.
+    """An in-memory sqlite database. Queries can only read its tables and call ALLOWED_FUNCTIONS.
 
     Args:
         script: SQL script that creates the tables and inserts the rows.
@@ -337,7 +338,7 @@ class Sqlite:
                 self._db.execute(f'PRAGMA table_info("{table}")')]
 
     def _error(self, message: str, sql: str) -> str:
-        """Returns MySQL's text for an error message of sqlite, if _AS_MYSQL has one.
+        """Returns MySQL's text for an error message of sqlite, if _AS_MYSQL contains one.
 
         The tiny model was trained on MySQL's error texts.
         """
@@ -381,8 +382,8 @@ _SHOW_TABLES = re.compile(r"\s*show\s+tables[\s;]*", re.I)
 _DESCRIBE = re.compile(
     r"\s*(?:desc|describe|explain|show\s+columns\s+(?:from|in))\s+(\w+)[\s;]*", re.I)
 
-# Group 1 is a string literal, a quoted name or a comment. Group 2 is the function LEFT or RIGHT.
-# The rest is a division sign.
+# Group 1 is a string literal, a quoted name or a comment. Group 2 is the function LEFT or RIGHT. A
+# match without a group is a division sign.
 _SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
                      r"\b(left|right)(?=\s*\()", re.I | re.S)
 
@@ -513,7 +514,7 @@ def driver():
 
 
 def connect(url: str, **options):
-    """Connects to a server. `options` replace the default arguments of pymysql.connect."""
+    """Connects to a server. `options` override our default arguments for pymysql.connect."""
     parts, pymysql = urlsplit(url), driver()
     try:
         # The read timeout is 3 seconds longer than the server's time limit for a query. TLS is
@@ -540,7 +541,7 @@ def server_of(url: str) -> str:
 def database_user(url: str, database: str) -> str:
     """Returns the name of the user that can read only `database`.
 
-    A user name of MySQL has at most 32 characters, so the name ends with a hash of the database's
+    A MySQL user name has at most 32 characters, so the name ends with a hash of the database's
     name.
     """
     name = unquote(urlsplit(url).username)[:21]

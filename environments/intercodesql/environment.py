@@ -55,11 +55,11 @@ class InterCodeSQL(Environment):
     """The environment InterCodeSQL. Each task is a question about a database.
 
     The agent explores the database with SQL queries, and submits the result of its last query as
-    the answer. The value of a task is a question, see `questions.SQLData`.
+    the answer. The value of a task is a question (see `questions.SQLData`).
 
     Args:
         view: "full", or "short" for a very small model. In the short view, a reply consists of a
-            query or the word "submit", and results are shorter, see `in_short`.
+            query or the word "submit", and results are shorter (see `in_short`).
         intercode_data: Path of the folder with InterCode's data, or None for generated databases.
         mysql_url: Address of the server with InterCode's databases, or None to use sqlite.
     """
@@ -86,8 +86,8 @@ class InterCodeSQL(Environment):
     def check(self, splits: list[str]) -> str:
         """Runs all gold queries of some splits of InterCode's data, and counts those that fail.
 
-        If a gold query fails, its result counts as empty, so an answer without rows earns 1. Raises
-        UsageError if more than MOST_FAILURES of the gold queries fail.
+        If a gold query fails, its result counts as empty, so an answer without rows earns reward 1.
+        Raises UsageError if more than MOST_FAILURES of the gold queries fail.
         """
         if self.data.tables:  # the databases are generated
             return ""
@@ -243,7 +243,8 @@ def sql_reward(agent_rows, gold_rows) -> float:
 
 
 def _first_of(common: Counter, rows: list[str]) -> list[str]:
-    """Returns the rows that are in `common`, in their order in `rows`, as often as in `common`."""
+    """Returns the rows that are in `common`, in their order in `rows`, each as often as in
+    `common`."""
     seen = Counter()
     return [row for row in rows if seen.update([row]) or seen[row] <= common[row]]
 
@@ -255,12 +256,13 @@ def kendall_tau(a: list[str], b: list[str]) -> float:
     """
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
     concordant = 0  # number of concordant pairs minus number of discordant pairs
-    ties = 0  # number of pairs of equal texts, the same in both orderings
+    ties = 0  # number of pairs of identical texts, the same in both orderings
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)
         ties += int((dx == 0).sum())
     untied = np.sqrt(len(x) * (len(x) - 1) // 2 - ties)
-    # This order of operations gives bitwise the same tau as scipy. With another order, rounding to
-    # two digits can give another reward if tau * share is halfway between two multiples of 0.01.
+    # With this order of operations, tau is bitwise equal to scipy's. A different order can change
+    # the reward after rounding to two digits, if tau * share is halfway between two multiples of
+    # 0.01.
     return float(np.clip(concordant / untied / untied, -1, 1))

@@ -11,7 +11,7 @@ from functools import cache
 
 from environments import numbered, saying
 
-DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run (our choice)
+DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run [ours]
 
 # Each database has one table of sites, such as schools, and one or two tables of people or things,
 # such as teachers, who belong to sites. The names of tables and columns are single words, so that a
@@ -32,7 +32,7 @@ CONCEPTS = {
     "sites": ("site", [["area", "size", "extent"], ["seats", "rooms", "places"]],
               [["region", "zone", "district"]]),
 }
-# {first name of a text column: its possible values}
+# {first of a text column's names: the column's possible values}
 VALUES = {
     "country": "France Spain Japan Brazil Egypt India".split(),
     "grade": "junior senior expert novice".split(),
@@ -52,14 +52,14 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Column:
-    # Names of the column in questions, or [] for a label column or a foreign key
+    # Names that questions use for the column, or [] for a label column or a foreign key
     concept: list[str]
     name: str           # name of the column in the database
     values: list        # one value per row
 
     def draw_name(self, rng: random.Random) -> str:
         """Returns a random name of the column for a question. With a probability of two thirds or
-        more, it is the name in the database."""
+        more, the result is the name in the database."""
         return rng.choice([*(self.concept or [self.name]), *[self.name] * 3])
 
 
@@ -170,9 +170,9 @@ def question_families(text: str) -> list[tuple[int, str, str]]:
 #   {x}, {y}, {z}    numbers
 #   {p}              table of sites; {k} is its primary key
 #   {e}              text column of {p}; {u} is a value in it
-# A family has a large weight if an almost correct query earns part of the reward.
-# Most tasks are COMPOUND or LONG questions, which are rare in the tiny model's pretraining text.
-# The model has to learn them from expert trajectories and from its own failures.
+# A family has a large weight if an almost correct query earns partial reward. Most tasks are
+# COMPOUND or LONG questions, which are rare in the tiny model's pretraining text. The model has to
+# learn them from expert trajectories and from its own failures.
 SIMPLE = question_families("""\
 1 how many {t} are there
   SELECT COUNT(*) FROM {t}
@@ -227,8 +227,8 @@ COMPOUND = question_families("""\
 2 list the {n} of {t} in {p} with {e} {u} or {a} above {x}
   SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}
 """)
-# A query without the last condition usually still finds more than half of the correct rows, and so
-# earns a part of the reward. The tiny model's pretraining text contains no LONG questions.
+# A query without the last condition usually still finds more than half of the correct rows, so it
+# earns partial reward. The tiny model's pretraining text contains no LONG questions.
 LONG = question_families("""\
 1 list the {n} of {t} with {a} above {x} or {c} {v} or {v2}
   SELECT {n} FROM {t} WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}
@@ -303,8 +303,8 @@ def worth_asking(run, gold: str) -> bool:
 
     The result must have at least one row and at most 300 characters as text, and its first value
     must not be NULL. If the query has a WHERE clause, the result must differ from that of the query
-    without this clause and all text after it. If the result has several rows, there must be at most
-    70% as many as without the clause.
+    without this clause and all text after it. If the result has several rows, it must have at most
+    70% as many rows as without the clause.
 
     Args:
         run: Function that runs a query and returns its rows.
@@ -332,7 +332,7 @@ def sql_expert(gold: str, thoughts: bool):
     submits its result.
 
     Args:
-        thoughts: True for replies in the form of ReAct, with a thought before each action.
+        thoughts: True for replies in ReAct format, with a thought before each action.
     """
     # The expert describes at most 7 tables. The other 3 of an episode's 10 turns are SHOW TABLES,
     # the gold query and the submission.

@@ -22,7 +22,7 @@ from envs import EnvError
 
 @lru_cache(maxsize=2)
 def spider_data(folder: str) -> SQLData:
-    """Reads InterCode's or IPR's questions from a folder, and the dump if the folder has one.
+    """Reads InterCode's or IPR's questions from a folder, and the dump if the folder contains one.
 
     IPR publishes splits. InterCode's questions are split by database. Of every five databases, in
     alphabetical order, the fourth is for validation, the fifth for testing, and the others are for
@@ -50,7 +50,7 @@ def spider_data(folder: str) -> SQLData:
 def _records(path: Path) -> list[dict]:
     records = []
     for record in read_json(path):
-        # IPR's files have the name of the database in "extra".
+        # IPR's files store the database name in "extra".
         db = record["db"] if "db" in record else record["extra"]["db"]
         records.append(dict(query=text_in(record["query"]), db=text_in(db),
                             gold=" ".join(text_in(record["gold"]).split())))
@@ -58,7 +58,7 @@ def _records(path: Path) -> list[dict]:
 
 
 # The parts of a CREATE TABLE statement that sqlite does not accept, such as (20) in `name`(20),
-# which is the length of a prefix in a key
+# which is the length of a key prefix
 _MYSQL_SYNTAX = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
 
 
@@ -86,7 +86,7 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump into a server, and creates a user for each database.
 
-    Each user can only read its own database. Existing tables are replaced. The dump's CREATE USER
+    Each user can read only its own database. Existing tables are replaced. The dump's CREATE USER
     statement is skipped, because it creates a user "admin" with the password "admin" and all
     privileges.
 

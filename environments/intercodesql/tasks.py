@@ -15,13 +15,13 @@ from environments.intercodesql import questions
 from environments.intercodesql.databases import ERROR, Sqlite, code_of
 from environments.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
-COPIES = 4  # number of copies of a database with new random rows, see `effect` [ours]
+COPIES = 4  # number of copies of a database with new random rows (see `effect`) [ours]
 # {placeholder of a gold query: pattern of its possible values}
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
 
 def _pattern(gold: str) -> re.Pattern:
-    """Returns a pattern that matches every query of a question family, see `families`.
+    """Returns a pattern that matches every query of a question family (see `families`).
 
     A placeholder that occurs several times in `gold` must have the same value each time.
     """
@@ -49,7 +49,7 @@ def families(sql: str):
 class TaskGenerator:
     """Makes, checks and verifies new tasks.
 
-    A task is a question, see `questions.SQLData`. A candidate is a dict with `text` (the question
+    A task is a question (see `questions.SQLData`). A candidate is a dict with `text` (the question
     in words), `task` and `solution` (a list of replies that solve the task).
     """
     form = ("A task is a question about this database that one SELECT answers; it names the same "
@@ -60,7 +60,7 @@ class TaskGenerator:
     def __init__(self, env):
         self.env = env
         self.questions = {}     # {name of a database: its questions in all splits}
-        self.evaluated = set()  # normalized questions of all splits except "train"
+        self.evaluated = set()  # normalised questions of all splits except "train"
         for split in env.splits:
             for question in env.splits[split].values():
                 self.questions.setdefault(question["db"], []).append(question)
@@ -160,7 +160,7 @@ class TaskGenerator:
     def verify(self, candidate: dict) -> str | None:
         """Verifies a candidate, and returns None or the reason why it does not pass.
 
-        Two episodes with the solution must have the same observations and the reward 1.
+        Two episodes with the solution must have the same observations and reward 1.
         """
         task, solution = candidate["task"], candidate["solution"]
         if len(solution) > self.env.max_turns:
@@ -187,7 +187,7 @@ class TaskGenerator:
 
 @cache
 def effect(data: questions.SQLData, db: str, gold: str) -> str:
-    """Returns a fingerprint of a query. Two queries with equal fingerprints count as equivalent.
+    """Returns a fingerprint of a query. Two queries with the same fingerprint count as equivalent.
 
     The fingerprint is a hash of the query's results on its database and on several copies of the
     database with new random rows. If the query fails, its text is the fingerprint.

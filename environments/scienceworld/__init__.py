@@ -9,8 +9,8 @@ from environments.eto_protocol import ProtocolOptions
 
 @dataclass(frozen=True)
 class Options(ProtocolOptions):
-    # Task types: "all" for the 24 types that ETO uses, or "short" for the eight types with short
-    # texts [ETO]
+    # Task types: "all" for the 24 types that ETO uses, or "short" for the 8 types with short texts
+    # [ETO]
     task_types: Literal["all", "short"] = "all"
     # Folder of ETO's task lists [the first variations of each split of the simulator]
     split_file: OldFile = None

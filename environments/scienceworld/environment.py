@@ -55,8 +55,8 @@ SCIENCE_TASKS = {
     "inclined-plane-friction-unnamed-surfaces": (162, None),
     "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
 }
-# An episode ends when the simulator has counted more than 200 moves [ETO]. Most actions are one
-# move, but `wait` counts as 11 moves.
+# An episode ends when the simulator has counted more than 200 moves [ETO]. Most actions count as
+# one move, but `wait` counts as 11.
 MOST_MOVES = 200
 # After an unknown action, the simulator's observation starts with one of these texts.
 UNKNOWN = ("No known action", "Unknown action")
@@ -75,8 +75,8 @@ class ScienceWorld(Environment):
 
     The value of a task is (type, variation). The reward is the highest score so far, as a fraction
     of the full score, and at least 0. A wrong `focus on` ends the episode and does not change the
-    reward. In the short view, the opening has no prompt, and the scripted expert's replies have no
-    thoughts.
+    reward. In the short view, the opening contains no prompt, and the scripted expert's replies
+    contain no thoughts.
 
     Each instance of this class has its own simulator, a Java process. We call the Java methods
     directly, because the package's own `step` takes ten times as long: it also requests all valid
@@ -254,8 +254,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
     for i in range(120):
         for kind in types:
             count = SCIENCE_TASKS[kind][0]
-            # The simulator uses the first half of the variations for training, the next quarter
-            # for development, and the rest for testing.
+            # The simulator uses the first half of the variations for training, the next quarter for
+            # development, and the others for testing.
             n = count // 4
             for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
                                             ("validation", 2 * n + 10, 3 * n, 10),
@@ -296,11 +296,11 @@ def science_actions(gold: list[str]) -> list[str]:
 def science_expert(gold: list[str], thoughts: bool, timed: bool):
     """Returns the scripted expert, a function that takes an observation and returns a reply.
 
-    The expert calls each object by the name that it has in the observations.
+    The expert calls each object by its name in the observations.
 
     Args:
         gold: The simulator's solution, a list of actions.
-        thoughts: True for replies in the form of ReAct, with a thought before each action.
+        thoughts: True for replies in ReAct format, with a thought before each action.
         timed: True for a task that depends on time. The expert then executes the solution without
             changes, because additional actions take time.
     """
@@ -325,8 +325,8 @@ def as_shown(action: str, shown: list[str]) -> str:
 
     For example, "move egg dove egg in inventory to red box" becomes "move dove egg to red box". The
     new name is the newest shown name with the same words as the name in the action. If there is
-    none, it is the only shown name that contains all these words and others. If there is none or
-    more than one, the action is not changed.
+    none, it is the only shown name that contains all these words and others. If there is no such
+    name either, or more than one, the action is not changed.
 
     Args:
         shown: The names of the objects in all observations so far, newest first.

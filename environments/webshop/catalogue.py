@@ -2,7 +2,7 @@
 
 The products and goals are the same in every run. There are 12 product types with 8 families each.
 Each family has its own pair of attributes. A family consists of four products with the same title,
-which we call twins, so an agent has to read the pages to find the right product:
+called twins, so an agent has to read the pages to find the right product:
 
     a good product, which meets the goals of the family
     a product that costs 41 to 60 dollars more
@@ -27,7 +27,7 @@ DATA_SEED = 20251122  # random seed of the products and goals, independent of th
 SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
          "windows": ["short", "regular", "tall"], "-": []}
 # {product type: (department, sizes, attributes)}. No word occurs in the names of two types, because
-# buying a product of the wrong type would otherwise earn a part of the reward.
+# buying a product of the wrong type would otherwise earn partial reward.
 TYPES = {}
 for line in """\
 rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof
@@ -63,9 +63,9 @@ _TYPE_WORDS = {word for name in TYPES for word in name.split()}
 
 
 def type_words(name: str) -> list[str]:
-    """Returns the words of a product's name that are part of the name of a product type.
+    """Returns the words of a product's name that occur in the name of a product type.
 
-    The reward compares these words. WebShop's official code compares nouns instead, which it finds
+    The reward compares these words. WebShop's official code compares nouns instead, and finds them
     with a part-of-speech tagger.
     """
     return [word for word in re.findall("[a-z]+", name.lower()) if word in _TYPE_WORDS]
@@ -77,7 +77,7 @@ class ShopData:
     # A product has the fields that `webshop_reward` needs, the fields of its family, "options", and
     # its product number "asin".
     products: list[dict]
-    # {split: goals}. A goal has the fields that `webshop_reward` needs, and "instruction".
+    # {split: goals}. A goal has the field "instruction" and the fields that `webshop_reward` needs.
     goals: dict[str, list[dict]]
 
 
@@ -168,7 +168,7 @@ def listed_as_fitting(product: dict, goal: dict) -> bool:
 
 
 def meets(product: dict, goal: dict) -> bool:
-    """Returns True if the purchase of a product with the goal's options earns 1."""
+    """Returns True if the purchase of a product with the goal's options earns reward 1."""
     options = sum(product["options"].values(), [])
     return listed_as_fitting(product, goal) and {*goal["goal_options"]} <= {*options}
 
@@ -260,11 +260,11 @@ def read_results(observation: str) -> list[tuple[str, str, float]]:
 def fitting(results, want):
     """Selects the results that fit an instruction best, in the order of the page.
 
-    These are the results within the price limit whose titles have the most requested attributes.
+    These are the results within the price limit whose titles contain the most requested attributes.
 
     Args:
         results: A list of (product number, title, price), see `read_results`.
-        want: The parsed instruction, see `read_instruction`.
+        want: The parsed instruction (see `read_instruction`).
     """
     by_matches = defaultdict(list)
     for asin, title, price in results:
@@ -277,12 +277,12 @@ def fitting(results, want):
 def shop_expert(thoughts: bool):
     """Returns the scripted expert, a function that takes an observation and returns a reply.
 
-    The expert only uses the text of the pages. It searches for the type and the attributes, and
-    opens the results that `fitting` selects until a product has the requested colour, or until
-    too few turns are left. Then it clicks the options and buys the product.
+    The expert uses only the text of the pages. It searches for the type and the attributes, and
+    opens the results that `fitting` selects until a product has the requested colour, or until too
+    few turns are left. Then it clicks the options and buys the product.
 
     Args:
-        thoughts: True for replies in the form of ReAct, with a thought before each action.
+        thoughts: True for replies in ReAct format, with a thought before each action.
     """
     script = _expert_script()
     next(script)
@@ -305,9 +305,9 @@ def _expert_script():
             page = yield (f"{asin} is {attributes} and costs {price} dollars, which is within "
                           f"{want['limit']:.2f}.", f"click[{asin}]")
             steps += 1
-            # To open another product, the expert needs clicks on < Prev and the product, and on
-            # Next > if the product is on the next results page. If the 10 turns of the episode are
-            # not enough for these clicks and a purchase, the expert buys the current product.
+            # To open a different product, the expert clicks on < Prev, on Next > if the product is
+            # on the next results page, and on the product. If the 10 turns of the episode are not
+            # enough for these clicks and a purchase, the expert buys the current product.
             clicks = 2 if n + 1 < len(fits) else 3
             if colour in split_page(page) or steps + clicks + len(want["options"]) + 1 > 10:
                 for option in want["options"]:

@@ -38,8 +38,8 @@ class Shop(Environment):
     """The base class of the built-in WebShop and of the client for a real server.
 
     Texts and rules are the same as in WebShop's official text environment, with two exceptions.
-    First, a search is only valid on the search page. Second, the page after a purchase ends at
-    "Your code:", because the rest of the official page shows the goal and the reward.
+    First, a search is valid only on the search page. Second, the page after a purchase ends at
+    "Your code:", because the official page shows the goal and the reward below it.
 
     The short view is for a very small model. Results pages, item pages and sub-pages omit the
     instruction and "Back to Search" in this view, although the agent can still click on "Back to
@@ -93,8 +93,8 @@ def name_and_argument(action: str) -> tuple[str, str]:
     r"""Returns the name of an action, and its argument in lower case.
 
     For example, the action "search[Red mug] now" gives ("search", "red mug"). A text that is not an
-    action gives ("", ""). The result is the same as with WebShop's regular expression
-    `(.+)\[(.+)\]`, which takes quadratic time.
+    action gives ("", ""). The result is that of WebShop's regular expression `(.+)\[(.+)\]`, but
+    without its quadratic time.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")

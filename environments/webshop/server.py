@@ -44,8 +44,8 @@ class WebShopServer(Shop):
     with each session, so all episodes with the same goal use the same session.
 
     Errors. Every response must be a WebShop page at the address that the user gave. Otherwise the
-    client raises EnvError. There is one exception. The server cannot route an option with a slash,
-    and responds with the status 404. The page then does not change, and the episode continues.
+    client raises EnvError. There is one exception: the server cannot route an option with a slash,
+    and responds with status 404. The page then does not change, and the episode continues.
 
     Safety. Only the search form sends text that the model wrote.
 
@@ -73,8 +73,8 @@ class WebShopServer(Shop):
     def follow(self, link, query: str = "") -> Page:
         if link:
             return self._client.open(link, self.page)
-        # The server responds to a slash with the status 404, and interprets <r>, <a>, <c> or <q> at
-        # the start of a query as a command. The query is truncated, because Lucene accepts at most
+        # The server responds to a slash with status 404, and interprets <r>, <a>, <c> or <q> at the
+        # start of a query as a command. The query is truncated, because Lucene accepts at most
         # 1,024 words, and because the query becomes part of a URL.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self._client.form, self.page, {"search_query": query})
@@ -90,7 +90,7 @@ class Link:
 
 
 class Client:
-    """An HTTP client for a WebShop server, see `WebShopServer`."""
+    """An HTTP client for a WebShop server (see `WebShopServer`)."""
     timeout = 60.0         # timeout of a request in seconds
     load_timeout = 1200.0  # timeout of a request while the server may be loading its catalogue
     # {server URL: {goal: instruction}} of all goals that this process has read
@@ -204,7 +204,7 @@ class Client:
 
 @dataclass
 class ServerPage:
-    """The parsed content of a page of a real server."""
+    """The parsed content of a page from a real server."""
     pieces: list[str]        # the visible texts, split at HTML tags
     # {text: Link} of the buttons, products and options; texts of buttons and products in lower case
     links: dict[str, Link]
@@ -214,7 +214,10 @@ class ServerPage:
 
 
 def read_page(html: str, url: str) -> ServerPage:
-    """Reads a page as WebShop's own text environment does, or raises ValueError."""
+    """Parses a page as WebShop's own text environment does.
+
+    Raises ValueError if a link's address or the reward is invalid.
+    """
     soup = BeautifulSoup(html, "html.parser")
 
     def address(tag, name: str) -> str:

@@ -31,7 +31,7 @@ class WebShop(Shop):
     """The built-in WebShop, with a generated catalogue.
 
     It has the same pages, actions and reward as a WebShop server that was started with --attrs. The
-    value of a task is a goal, see `catalogue.ShopData`.
+    value of a task is a goal (see `catalogue.ShopData`).
     """
     test_splits = ("test", "unseen")
     max_results = 50
@@ -85,7 +85,7 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
     if place.number > 1:
         pieces.append("< Prev")
         links["< prev"] = replace(place, number=place.number - 1)
-    # The last results page has a button "Next >", too. It leads to an empty results page.
+    # The last results page also has a button "Next >", which leads to an empty results page.
     pieces.append("Next >")
     links["next >"] = replace(place, number=place.number + 1)
 
@@ -194,8 +194,8 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
     n_att is the number of requested attributes A that the product has. n_opt is the number of
     requested options O that the agent has chosen. r_price is 1 if the price is within the limit,
-    and otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller, see
-    `type_reward`.
+    and otherwise 0. r_type is 1 if the type of the product fits, and otherwise smaller (see
+    `type_reward`).
 
     Args:
         product: A dict with name, Title, query, product_category, Attributes, BulletPoints and
@@ -227,7 +227,7 @@ def type_reward(product: dict, goal: dict, nouns) -> float:
     wanted = nouns(goal["name"])
     shared = {*wanted} & {*nouns(product["name"])}
     title_score = len(shared) / len(wanted) if wanted else 0.2
-    if title_score == 0:  # without a common noun, the reward is 0 even for equal queries
+    if title_score == 0:  # without a common noun, the reward is 0 even for identical queries
         return 0.0
     if title_score < 0.1:
         return 0.1

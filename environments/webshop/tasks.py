@@ -29,7 +29,7 @@ class TaskGenerator:
         for product in self.products:
             self.options.update(*product["options"].values())
 
-        self.instructions = set()   # normalized instructions of all splits, see `words_of`
+        self.instructions = set()   # normalised instructions of all splits (see `words_of`)
         self.training_keys = set()  # keys of the training goals
         self.evaluated = set()      # `goal_key` of the goals outside "train"
         for split, goals in shop.data.goals.items():
@@ -102,7 +102,7 @@ class TaskGenerator:
     # ------------------------------------------------------------------ checks of proposals
 
     def key(self, goal: dict) -> tuple:
-        """Returns a key that detects equivalent goals.
+        """Returns a key that identifies equivalent goals.
 
         If two goals have the same key, every purchase of a product of their type earns the same
         reward for both. Instead of the price limit, the key contains the number of products of the

@@ -2,8 +2,8 @@
 
 Errors are classified by the HTTP status and the finish_reason alone. Their texts are printed, but
 never parsed, because each provider words them differently, and because they may quote the prompt. A
-status does not distinguish a refused conversation from a refused account. This is decided by
-repeating a request that was answered before, see `Paid.send` in evaluate.py.
+status does not distinguish a refused conversation from a refused account. `Paid.send` in
+evaluate.py decides this by repeating a request that was answered before.
 
 The API key is read from an environment variable. It is never written to a file, a log or an error
 message.
@@ -36,11 +36,11 @@ NO_REPLY = "(no reply)"  # sent instead of an empty message, which some servers 
 USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
          "completion_tokens")
 
-# HTTP statuses by their meaning. Any other status means that the endpoint refuses either these
-# messages or all requests.
+# Sets of HTTP statuses, named by their meaning. Any other status means that the endpoint refuses
+# this request's messages, or all requests.
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
-OF_ALL_REQUESTS = {401, 402, 404, 407}  # key, payment, address and proxy
-OF_THE_BODY = {400, 422}  # possibly because of an optional field, see `Endpoint.bodies`
+OF_ALL_REQUESTS = {401, 402, 404, 407}  # errors of the key, payment, address or proxy
+OF_THE_BODY = {400, 422}  # possibly because of an optional field (see `Endpoint.bodies`)
 
 
 class EndpointError(EnvError):
@@ -56,7 +56,7 @@ class Refused(NotAnswered):
 
 
 class OnlyThoughts(NotAnswered):
-    """The response has reasoning content, but no reply."""
+    """The response contains reasoning, but no reply."""
 
 
 class Transient(Exception):
@@ -74,7 +74,7 @@ class Endpoint:
         path = "/chat/completions"
         self.url = url.rstrip("/").removesuffix(path) + path
         self.timeout = timeout  # maximum time until the next part of a response, in seconds
-        # Request bodies without messages. Some models need another name for the token limit, or
+        # Request bodies without messages. Some models need a different name for the token limit, or
         # accept no temperature. Only the first body that the endpoint answers is kept.
         model = dict(model=name)
         limited = dict(model, max_tokens=max_tokens)
@@ -90,12 +90,12 @@ class Endpoint:
         """Sends messages and returns the model's reply. Transient errors are retried.
 
         Returns:
-            The reply, and a dict of usage numbers. The dict has the keys of USAGE except
+            The reply, and a dict of usage numbers. The dict contains the keys of USAGE except
             cut_prompts. `unreported` is 1 if the endpoint reports no token counts.
 
         Raises:
             Refused: The endpoint refuses the request, or the last attempt failed.
-            NotAnswered, OnlyThoughts: The response has no reply.
+            NotAnswered, OnlyThoughts: The response contains no reply.
             EndpointError: The endpoint refuses all requests.
         """
         filled = []
@@ -243,8 +243,9 @@ CONTROL = r"""(?:
   | \[ (?: /?INST | TOOL_CALLS | gMASK ) \] | \]~!?b[\[\]] | \[e~\[
 )"""
 END = re.compile(CONTROL, re.I | re.X)
-# The control tokens before a reply, with the name of the agent's role behind each of them. A token
-# with another role is not part of them, because it begins the turn of somebody else.
+# The control tokens before a reply, each of them optionally followed by the name of the agent's
+# role. A token that is followed by a different role is not part of them, because it begins that
+# role's turn.
 OPENING = re.compile(rf"""(?:
     \s* (?! [<\[] [|｜] [^>\]]{{0,30}} (?:user|system) ) {CONTROL}
     (?! \s* (?:user|system|tool) \s* [\n<] )
@@ -253,8 +254,8 @@ OPENING = re.compile(rf"""(?:
 
 
 def contents(message: dict) -> tuple[str, bool]:
-    """Returns the text of a message, and True if its other fields or parts have reasoning. A lone
-    surrogate in the text becomes the replacement character."""
+    """Returns the text of a message, and True if its other fields or parts contain reasoning. Lone
+    surrogates are replaced with the replacement character."""
     content = message.get("content") or ""
     fields = [value for name, value in message.items() if name not in ("role", "content")]
     reasons = any(isinstance(value, str) and value for value in fields)
@@ -270,7 +271,7 @@ def reply_in(text: str) -> tuple[str, bool]:
 
     The reply starts after the last tag that closes reasoning. If reasoning is opened and not
     closed, there is no reply. Control tokens before the reply are skipped, and the next control
-    token ends the reply. Returns the reply, and True if the text has reasoning.
+    token ends the reply. Returns the reply, and True if the text contains reasoning.
     """
     tags = [*TAG.finditer(text)]
     if tags and not tags[-1]["closes"]:

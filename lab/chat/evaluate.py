@@ -39,8 +39,8 @@ from lab.chat.endpoint import (
     Refused,
 )
 
-BYTES_PER_TOKEN = 4  # average for estimates of token counts [OpenAI, for English]
-SLOTS = 16  # concurrent requests, unless --slots is given [ours]
+BYTES_PER_TOKEN = 4  # average, used to estimate token counts [OpenAI, for English]
+SLOTS = 16  # number of concurrent requests, unless --slots is given [ours]
 
 
 def evaluate_model(run: Run) -> None:
@@ -59,7 +59,7 @@ def evaluate(
     """Evaluates an agent on the tasks of a split, with --rollouts episodes per task.
 
     Returns the trajectories, and metrics averaged over all episodes. With several rollouts, `best`
-    and `best_success` are the mean reward and the success rate of the best rollouts of tasks.
+    and `best_success` are the mean reward and the success rate of the best rollout of each task.
     """
     s = run.settings
     episodes = []
@@ -97,7 +97,8 @@ class Paid:
         self.lock = threading.Lock()
         self.first = threading.Lock()  # held by the thread that waits for the first answer
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
-        # The messages of the first answered request. The first row of answers.jsonl has them, too.
+        # The messages of the first answered request. The first row of answers.jsonl also contains
+        # them.
         self.answered = next((row["messages"] for row in self.rows.values() if "messages" in row),
                              None)
         self.openings = []  # functions that return the first messages of a conversation
@@ -139,13 +140,13 @@ class Paid:
 
     def send(self, messages: list[dict]) -> tuple[str, dict]:
         """Sends a request, and returns the reply and its usage. If the request is refused, checks
-        if the endpoint refuses this conversation or all requests.
+        whether the endpoint refuses this conversation or all requests.
 
-        For this check, a request that was answered before is repeated. If the repetition is
-        refused, too, the endpoint refuses all requests, for example because of an empty account,
-        and nothing is recorded. If it is answered, the refused request is sent once more, because
-        the refusal may have been temporary. If no request was answered before, the opening of
-        another conversation is sent instead.
+        For this check, a request that was answered before is repeated. If the repetition is also
+        refused, the endpoint refuses all requests, for example because of an empty account, and
+        nothing is recorded. If it is answered, the refused request is sent once more, because the
+        refusal may have been temporary. If no request was answered before, the opening of a
+        different conversation is sent instead.
 
         Raises:
             Refused: The endpoint refuses this conversation, but not all requests.
@@ -190,7 +191,7 @@ class Paid:
 
     def is_cut(self, what: tuple, messages: list[dict], tokens: int) -> bool:
         """Returns True if the server seems to truncate the conversation. This is the case if the
-        conversation has more messages than in its last request, but the server reports no more
+        conversation contains more messages than in its last request, but the server reports no more
         prompt tokens."""
         if what not in self.last:
             return False
@@ -203,15 +204,15 @@ class Paid:
         return cut
 
     def prompt_tokens(self, what: tuple, messages: list[dict]) -> int:
-        """Returns the length of a request in tokens. Messages that were in the conversation's last
-        request count as the endpoint reported, and the length of newer messages is estimated."""
+        """Returns the length of a request in tokens. For messages of the conversation's last
+        request, the endpoint's count is used. The length of newer messages is estimated."""
         count, row = self.last.get(what, (0, {}))
         counted = row.get("prompt_tokens", 0)
         new = messages[count if counted else 0:]
         return counted + sum(-(-len(m["content"].encode()) // BYTES_PER_TOKEN) for m in new)
 
     def notice(self, name: str, message: str) -> None:
-        """Counts an event by its name, and prints the message of the first one."""
+        """Counts events by name, and prints the message of the first event of each name."""
         with self.lock:
             self.noticed[name] += 1
             if self.noticed[name] == 1:
@@ -258,8 +259,8 @@ class Paid:
             self.side_by_side(works)
 
     def side_by_side(self, works: list[Callable]) -> list:
-        """Calls functions in `slots` threads, and returns their results in order. If one of them
-        raises an error, no further request is sent."""
+        """Calls functions in `slots` threads, and returns their results in the order of `works`. If
+        a function raises an error, no further requests are sent."""
         threads = ThreadPoolExecutor(self.slots)
         try:
             results = [threads.submit(work) for work in works]
@@ -271,8 +272,8 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """Returns the total usage of all responses of the current phase, with the keys of USAGE.
-        If there are empty replies, or responses with reasoning only, their numbers are included."""
+        """Returns the total usage of all responses in the current phase, with the keys of USAGE. If
+        there are empty replies, or responses with reasoning only, their numbers are included."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
         usage = {name: sum(row[name] for row in rows) for name in USAGE}
         events = dict(only_thoughts=self.noticed["only_thoughts"],
@@ -285,8 +286,8 @@ def conversation_of(t: Trajectory) -> tuple:
 
 
 class Text:
-    """Replacement for the tokenizer's encoder. An endpoint sends and receives text, so its episodes
-    have no token ids and all methods return empty lists of ids."""
+    """Replaces the tokenizer's encoder if the agent is an endpoint. An endpoint sends and receives
+    text, so there are no token ids and all methods return empty lists of ids."""
 
     def start(self, messages) -> list[int]:
         return []
@@ -346,10 +347,10 @@ def stop_if_all(refused: list, conversations: list) -> None:
 
 
 def examples(run: Run) -> list[dict]:
-    """Returns the messages of the few-shot examples: the first --examples expert trajectories that
-    are successes, in tasks that the run does not evaluate. Only the first one contains the
-    environment's rules. With --protocol eto, there are no messages, because the opening already has
-    examples."""
+    """Returns the messages of the few-shot examples: the first --examples successful expert
+    trajectories on tasks that the run does not evaluate. Only the first example contains the
+    environment's rules. With --protocol eto, there are no messages, because the opening already
+    contains examples."""
     env = run.env
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:
@@ -387,12 +388,12 @@ class Chat(Stated):
     # Name of the model at its endpoint [none]
     model_name: Optional[str] = None
     # Number of few-shot examples at the start of each conversation. They are expert trajectories,
-    # or with --protocol eto the examples in ETO's prompts [ETO; 0 in the code of IPR on WebShop]
+    # or, with --protocol eto, the examples in ETO's prompts [ETO; 0 in the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
     # Action if the endpoint does not reply to a task, although it replies to others: "stop" ends
     # the run, "zero" ends only the episode, with reward 0 [ours]
     refused: Free[Literal["stop", "zero"]] = "stop"
-    # Read timeout of an endpoint, also of the explorer's: the maximum time without any data, in
+    # Read timeout of an endpoint, including the explorer's: the maximum time without any data, in
     # seconds [ours]
     timeout: Free[Rate] = 300.0
 

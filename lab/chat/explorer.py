@@ -2,13 +2,13 @@
 
     --explorer https://host/v1 --explorer-model NAME
 
-By default the agent itself explores. With these settings the model at the endpoint interprets the
-signals, explores, and proposes new tasks. A signal is a sign of a weakness of the agent, such as a
+By default, the agent itself explores. With these settings, the model at the endpoint interprets the
+signals, explores, and proposes new tasks. A signal indicates a weakness of the agent, such as a
 task that it solved before and no longer solves.
 
-The output of the endpoint is treated as untrusted data. The environment parses its actions in the
-same way as an agent's actions. Its proposals must be valid JSON, and a proposed task is used only
-after its solution has been played successfully.
+The output of the endpoint is treated as untrusted data. The environment parses the endpoint's
+actions in the same way as an agent's. Proposals must be valid JSON, and a proposed task is used
+only after its solution has been played successfully.
 """
 
 import json
@@ -27,11 +27,12 @@ from evolve import Rows, by_one_rank, env_with
 from lab.chat.endpoint import Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, stop_if_all
 
-LONGEST = 6000  # maximum characters of a conversation that is quoted in a prompt [ours]
-# Maximum characters of the first message of such a conversation, and of each later message [ours]
+LONGEST = 6000  # maximum number of characters of a conversation in a prompt [ours]
+# Maximum number of characters of the first message of such a conversation, and of each later
+# message [ours]
 OPENING, TURN = 1500, 1000
-REPLY = 1024  # maximum tokens of a reply [ours]
-LONGEST_REPLY = 20_000  # only this many characters of a reply are parsed [ours]
+REPLY = 1024  # maximum number of tokens in a reply [ours]
+LONGEST_REPLY = 20_000  # maximum number of parsed characters of a reply [ours]
 
 REFLECT = """\
 An agent works in an environment. Here is where it is weak: {signal}.
@@ -85,9 +86,9 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: Rows, signals: Rows) -> 
 
 @by_one_rank
 def reflect(run: Run, signals: Rows, i: int) -> tuple[Rows, dict]:
-    """Returns the endpoint's interpretation of each chosen signal. A request contains the signal
+    """Returns the endpoint's interpretation of each chosen signal. Each request contains a signal
     and the conversations in which it was found. If a reply cannot be parsed, our own description of
-    the signal takes its place (see `weakness`)."""
+    the signal is used instead (see `weakness`)."""
     picks = evolve.picks_of(signals)
     prompts = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
     replies, usage = ask_all(run, prompts)
@@ -195,8 +196,8 @@ def evidence(pick: dict) -> str:
 
 
 def told(messages: list[dict], size: int) -> str:
-    """Returns a conversation as text of at most `size` characters: the end of its first message,
-    and the end of the later ones."""
+    """Returns at most `size` characters of a conversation: the end of its first message, and the
+    end of the text of all later messages."""
     opening, *rest = messages
     first = f"user: {opening['content'][-OPENING:]}"
     later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
@@ -206,9 +207,9 @@ def told(messages: list[dict], size: int) -> str:
 def objects(reply: str) -> list[dict | None]:
     """Parses the JSON objects in a reply. A malformed or truncated object is returned as None.
 
-    After a malformed object, the search continues at the next start of a proposal, because other
-    objects are parts of the malformed one. Returns [] for an empty JSON list, and [None] for any
-    other reply without objects.
+    After a malformed object, the search continues at the next start of a proposal, because any
+    object before it is nested in the malformed one. Returns [] for an empty JSON list, and [None]
+    for any other reply without objects.
     """
     reply = reply[:LONGEST_REPLY]
     values = []
@@ -251,7 +252,8 @@ class Explorer(evolve.Evolution, Stated):
     # Explorer: "policy" (the agent itself) or the address of a chat endpoint, such as
     # https://host/v1 [ours; D: Qwen3-Max]
     explorer: Who = "policy"
-    # Model name that is sent to the explorer's endpoint; an explorer at an endpoint needs it [none]
+    # Model name that is sent to the explorer's endpoint; required if the explorer is an endpoint
+    # [none]
     explorer_model: Optional[str] = None
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:

@@ -68,7 +68,7 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
          propose: Callable | None) -> str:
     """Runs one episode of at most `max_tokens` tokens. In each turn the person types a reply, or
     accepts the agent's proposal, if there is an agent. Returns a line to print, with the reason why
-    the episode ended, its turns and its reward."""
+    the episode ended, the number of turns and the reward."""
     t = dpo.Trajectory(task)
     shown = 0
     ids = []
@@ -116,7 +116,7 @@ def typed(env: Environment, may_be_empty: bool) -> str:
 
 def agent_of(path: Path) -> tuple[Path, Path]:
     """Returns the folders of the run and of the agent. `path` is an agent's folder, or a run's
-    folder, in which the last target agent that still exists is chosen."""
+    folder. From a run, the last target agent that still exists is chosen."""
     run = run_of(path)
     agents = [path]
     if (path / "phases.json").exists():

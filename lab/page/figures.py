@@ -28,12 +28,12 @@ matplotlib.rcParams.update({
 LINES = ("-", "--", ":")
 ITERATION = "iteration (curves are shifted apart)"
 POINTS = 40  # maximum number of points of a training curve
-# The training metrics to draw, with the titles of their panels. All methods log the loss. Only GRPO
-# logs the other metrics.
+# Training metrics that are drawn, with their panel titles. All methods log the loss. Only GRPO logs
+# the other metrics.
 OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
                 D="Tasks in D")
-# The metrics of preference training to draw, with the titles of their panels. Each kind of
-# preference pair has its own curve.
+# Metrics of preference training that are drawn, with their panel titles. Each kind of preference
+# pair has its own curve.
 OF_PAIRS = dict(margin="Margin, nats", accuracy="Chosen above rejected")
 
 
@@ -69,8 +69,8 @@ def means(points: list[tuple]) -> np.ndarray:
 
 
 def shifted(points: list[tuple], n: int, count: int) -> list[tuple]:
-    """Shifts curve n of `count` curves to the right, because equal curves would hide each other.
-    Points are (x, y, ...)."""
+    """Shifts curve n of `count` curves to the right, so that identical curves do not hide each
+    other. Points are (x, y, ...)."""
     return [(x + n * min(0.1, 0.6 / count), *rest) for x, *rest in points]
 
 
@@ -119,8 +119,8 @@ def run_figure(run: Path) -> Figure | None:
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
     """Returns (name of the phase's output, figure) of each finished training phase, with its curves
-    over steps. In a long phase, a curve has the means of consecutive steps, because the curves of
-    single steps would hide each other."""
+    over steps. In a long phase, a curve consists of means over consecutive steps, because the
+    curves of single steps would hide each other."""
     drawings = []
     for phase in phases_of(run):
         panels = panels_of(rows_in(run / phase / "train.jsonl"))
@@ -129,18 +129,18 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
         drawing, axes = figure(len(panels), width=3.6, height=2.6)
         for ax, (title, curves) in zip(axes, panels.items()):
             for n, (name, points) in enumerate(sorted(curves.items())):
-                # The later of two equal curves is dashed, so both are visible.
+                # The later of two identical curves is dashed, so both are visible.
                 curve(ax, *means(points), label=visible(name), linestyle=LINES[n % len(LINES)])
             label(ax, title, "step")
-        if "" not in curves:  # the last panel has one named curve per kind of pair
+        if "" not in curves:  # the last panel contains one named curve per kind of pair
             legend(drawing, axes[-1])
         drawings.append((phase, drawing))
     return drawings
 
 
 def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
-    """Returns curves[title of the panel][name of the curve] of a training log, lists of points
-    (step, y). A curve that is alone in its panel has the name ""."""
+    """Returns the curves of a training log, {panel title: {curve name: [(step, y)]}}. A curve that
+    is alone in its panel has the name ""."""
     panels = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for name, title in OF_STEPS.items():

@@ -35,7 +35,7 @@ from lab.runfiles import (
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
-# The keys of a trajectory that the page includes
+# Keys of a trajectory; the page includes only these
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 # A row with all keys in EPISODE is a trajectory, and a row with all keys in PAIR is a pair.
 EPISODE = {"task", *KEPT} - {"raw_reward"}
@@ -50,7 +50,7 @@ def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
 
 
 def page(run: Path, megabytes: float = MEGABYTES) -> str:
-    """Returns the page as ASCII-only HTML. It includes at most about `megabytes` MB of compressed
+    """Returns the page as ASCII-only HTML, with up to about `megabytes` MB of compressed
     conversations."""
     s = config_of(run)["settings"]
     curves = figures.run_figure(run)
@@ -76,7 +76,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
 
 
 def status_of(run: Path) -> str:
-    """Returns "finished", or the number of finished phases of a run, and the last one."""
+    """Returns "finished", or the number of finished phases of a run, and the name of the last."""
     if is_finished(run):
         return "finished"
     phases = [*phases_of(run)]
@@ -86,7 +86,7 @@ def status_of(run: Path) -> str:
 
 def hash_source(source: str) -> str:
     """Returns the entry of the content security policy that allows this style or script."""
-    digest = hashlib.sha256(source.encode("ascii")).digest()  # the ASCII page has the same bytes
+    digest = hashlib.sha256(source.encode("ascii")).digest()  # the page contains the same bytes
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
@@ -96,7 +96,7 @@ def hash_source(source: str) -> str:
 def conversations(run: Path, megabytes: float) -> dict:
     """Returns the data of the page's task browser: a list of tasks with their trajectories and
     preference pairs, the most interesting tasks first. Beyond a compressed size of `megabytes` MB,
-    trajectories have no messages."""
+    trajectories contain no messages."""
     s = config_of(run)["settings"]
     phases = phases_of(run)
     runs = defaultdict(dict)  # task -> (agent, iteration, rollout) -> trajectory
@@ -141,7 +141,7 @@ def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
 
 
 def name_of(row: dict) -> tuple:
-    """Returns the key by which a pair names a trajectory of its task."""
+    """Returns the key by which a pair refers to a trajectory of its task."""
     return row["agent"], row["iteration"], row["rollout"]
 
 
@@ -157,7 +157,7 @@ def margins_of(run: Path, phases: dict) -> list[tuple[str, dict]]:
 def pairs_in(run: Path, recorded: dict, trainings: list[tuple[str, dict]]) -> Iterator[dict]:
     """Yields the rows of the pairs file of a phase with the record `recorded`.
 
-    `trains` of a row is the agent that was trained on the pairs, or "". `first` and `last` are the
+    In a row, `trains` is the agent that was trained on the pairs, or "". `first` and `last` are the
     log-probabilities and the margin in the first and the last training step that used the pair, if
     a step has used it.
     """
@@ -166,7 +166,7 @@ def pairs_in(run: Path, recorded: dict, trainings: list[tuple[str, dict]]) -> It
         if PAIR <= row.keys():
             rows[name_of_pair(row)] = row
     # Find the agent that was trained on these pairs. Its margins.jsonl contains no other pairs. If
-    # this holds for several agents, it is the one with the most pairs, because the pairs of one
+    # this holds for several agents, the one with the most pairs is chosen, because the pairs of one
     # agent may be a subset of another agent's pairs.
     trains, margins = "", {}
     for agent, of_agent in trainings:
@@ -181,12 +181,12 @@ def name_of_pair(row: dict) -> tuple:
 
 
 def interest(runs, target: str) -> tuple:
-    """Returns the sort key of a task, which sorts interesting tasks first:
+    """Returns the sort key of a task. Interesting tasks come first:
 
     1. Explored tasks come before tasks that were only evaluated.
     2. Tasks with a lower best reward of the target agent in the last iteration come first. Tasks
        that this agent has not played are sorted like solved tasks.
-    3. Of tasks that are still equal, those with a higher reward of a failure come first.
+    3. Among tasks that are still tied, those whose best failure has a higher reward come first.
     """
     played = [r for r in runs if r["agent"] != "expert"]
     explored = [r for r in played if not r["from"].startswith("eval")]

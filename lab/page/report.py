@@ -16,7 +16,7 @@ from lab.runfiles import SOLVED, config_of, evaluations_in, phases_of, rows_in
 # A table is (title, names of the columns, rows). A column name that begins with < aligns its column
 # to the left.
 Table = tuple[str, list[str], list[tuple]]
-SAMPLES = 2000  # number B of samples of the bootstrap
+SAMPLES = 2000  # number B of bootstrap samples
 # Keys of a phase's record that are bookkeeping, not results.
 RECORDS = {"function", "cache_key", "output", "i", "hash", "stat", "content", "edited"}
 
@@ -24,8 +24,8 @@ RECORDS = {"function", "cache_key", "output", "i", "hash", "stat", "content", "e
 def bootstrap(values: list[list[np.ndarray]]) -> dict:
     """Computes the 95% percentile bootstrap interval of the mean over seeds and tasks.
 
-    `values` has a list for each seed, with an array (N,) of values per task for each environment.
-    Each sample draws seeds and tasks with replacement. All seeds of a sample have the same tasks,
+    `values` contains one list per seed, with one array (N,) of task values per environment. Each
+    sample draws seeds and tasks with replacement. In a sample, all seeds use the same tasks,
     because all runs evaluate the same tasks. Returns the bounds, `low` and `high`.
     """
     seeds = drawn(len(values), 0)                                                 # (B, S)
@@ -92,7 +92,8 @@ def close(run: Path) -> None:
 
 
 def tables(run: Path) -> list[Table]:
-    """Returns a table of the evaluations, one for each other kind of phase, and one of totals."""
+    """Returns a table of the evaluations, a table for each other kind of phase, and a table of
+    totals."""
     phases = phases_of(run)
     evals = evaluation_records(run, phases)
     evaluated = {row["output"] for row in evals}
@@ -127,7 +128,7 @@ def table_of(title: str, rows: list[dict]) -> Table:
 
 def cells_of(name: str, value) -> dict[str, str]:
     """Formats one result of a phase, a number, a text or a dict of counts, as {column: text}. Each
-    kind of preference pair has a column of its own."""
+    kind of preference pair has its own column."""
     title = name.replace("_", " ")
     if name == "pairs" and isinstance(value, dict):
         return {kind: f"{count:,}" for kind, count in value.items()}

@@ -21,8 +21,8 @@ from lab.study.numbers import paired, text_of
 
 
 def changes(runs: Runs, last: list[dict]) -> Table:
-    """Returns a table of the differences between each arm and the first arm. `last` has the last
-    evaluations of the runs."""
+    """Returns a table of the differences between each other arm and the first arm. `last` contains
+    the last evaluations of the runs."""
     first, *others = runs
     rows = []
     for arm, by_seed in runs.items():
@@ -58,8 +58,8 @@ def listed(outputs: list[str]) -> str:
 
 
 def code_changes(run: Path, others) -> list[str]:
-    """Compares the recorded code of a run with that of each of the other runs. Returns the names of
-    all code files that differ."""
+    """Compares the recorded code of a run with that of each other run. Returns the names of all
+    code files that differ."""
     code = config_of(run).get("code")
     names = {}
     for other in others:
@@ -68,7 +68,7 @@ def code_changes(run: Path, others) -> list[str]:
 
 
 def first_difference(before: Path, after: Path) -> str:
-    """Returns the name of the first output that two runs have and that differs between them, with
+    """Returns the name of the first output that exists in both runs and differs between them, with
     the difference. Evaluations are left out, because `--method evaluate` saves the evaluation of
     any agent under the name of a run's first evaluation."""
     others = phases_of(after)
@@ -116,7 +116,7 @@ def number_changes(record: dict, other: dict) -> list[str]:
 
 def weight_change(before: Path, after: Path) -> list[str]:
     """Describes the largest absolute difference between the weights of two agents, or returns [] if
-    their weight files are equal. Rounding alone causes a difference of about 1e-8."""
+    their weight files are identical. Rounding alone causes a difference of about 1e-8."""
     largest = None
     for file in before.glob("*.safetensors"):
         other = after / file.name
@@ -132,8 +132,8 @@ def weight_change(before: Path, after: Path) -> list[str]:
 
 
 def episode_changes(pairs: list[tuple[dict, dict]]) -> str:
-    """Returns the number of episodes that differ in messages or reward, as a text. `pairs` has two
-    evaluations for each seed, which may be from different iterations."""
+    """Returns the number of episodes that differ in messages or reward, as a text. `pairs` contains
+    two evaluations for each seed, which may be from different iterations."""
     sampling = text_of("sampling", pairs)
     if " - " in sampling:
         return f"not compared: {sampling}"

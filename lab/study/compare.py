@@ -9,8 +9,8 @@
     bash run.sh compare STUDY STUDY ...   Compare the finished runs of studies in several
                                           environments.
 
-Each environment has its own tables. With several environments, the report also has the average over
-them. The report folder contains report.txt, report.json and the figures (SVG).
+Each environment has its own tables. With several environments, the report also contains the average
+over them. The report folder contains report.txt, report.json and the figures (SVG).
 """
 
 import argparse
@@ -52,11 +52,11 @@ def write_report(
     out: Path,
     compared: list[tuple[str, str]] | None = None,
 ) -> None:
-    """Prints the report on runs, and writes it into a folder.
+    """Prints a report on runs, and writes it to a folder.
 
-    `compared` has pairs of arms (a, b). The report has the differences a - b of each pair. If
-    `compared` is None, all arms are compared with each other, and the report begins with the
-    differences in settings, code and outputs.
+    `compared` contains pairs of arms (a, b). The report contains the differences a - b of each
+    pair. If `compared` is None, all arms are compared with each other, and the report begins with
+    the differences in settings, code and outputs.
     """
     out.mkdir(parents=True, exist_ok=True)
     tables = []
@@ -186,7 +186,7 @@ def states(runs: Runs) -> Table:
 
 
 def primary(last: dict[str, list[dict]]) -> Table:
-    """Returns a table of the `PRIMARY` comparisons. `last` has the last evaluations in each
+    """Returns a table of the `PRIMARY` comparisons. `last` contains the last evaluations in each
     environment."""
     rows = []
     for env, evals in last.items():
@@ -236,7 +236,7 @@ def draw_rewards(env: str, evals: list[dict], runs: Runs, file: Path) -> None:
 
 def split_name(word: str) -> tuple[str, Path]:
     """Parses an argument NAME=RUN or RUN. Without NAME, the name is the run's arm or method. An
-    argument that is an existing path is a RUN."""
+    existing path is always parsed as RUN."""
     name, _, path = word.partition("=")
     if Path(word).exists() or not path:
         return arm_of(Path(word)), Path(word)

@@ -1,8 +1,8 @@
 """Defines the arms of a study. An arm is a method with some settings, and a study runs every arm
 with every seed.
 
-This file has the settings of each arm, the list of arms that a report compares with each other, and
-functions that find and check the runs of each arm.
+This file contains the settings of each arm, the list of arms that a report compares with each
+other, and functions that find and check the runs of each arm.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of, phases_with, target_of
 from lab.settings import METHODS, Settings
 
-# ETO with the pair weights and the SFT term of Section 4.3, which the paper also adds to DPO.
+# ETO with the pair weights and the SFT term that the paper adds to DPO in Section 4.3.
 ETO_SFT = "--method eto --lambda-sft {lambda_sft} --pair-weights instruction"
 # The settings of each arm of the first system, coevolve.py. A value in braces is taken from the
 # `coevolve` or `evolve` run with the same seed (see `taken_from`):
@@ -43,7 +43,7 @@ FIRST = {
     "ppo": "--method ppo"}
 # The settings of each arm of the second system, evolve.py: GRPO, evolution, and control experiments
 # for evolution. A study of these arms should include the arm "sft", because the report compares
-# each of them with it.
+# each of them with "sft".
 SECOND = {
     "grpo": "--method grpo",
     "evolve": "--method evolve",
@@ -52,8 +52,9 @@ SECOND = {
     "evolve-unverified": "--method evolve --verify false",
     **{f"evolve-only-{signal}": f"--method evolve --signals {signal}" for signal in SIGNALS}}
 ARMS = FIRST | SECOND
-# The primary comparisons of a study, of the rewards on `test`. Their p values are corrected for
-# multiple tests. Baselines of the paper are compared with one rollout per task, as in the paper.
+# The primary comparisons of a study. They compare rewards on `test`, and their p-values are
+# corrected for multiple tests. Baselines of the paper are compared with one rollout per task, as in
+# the paper.
 PRIMARY = [("coevolve-one", "eto-one"), ("coevolve", "eto-sft-steps"),
            ("coevolve-one", "positive-one"), ("coevolve", "frozen")]
 # Pairs of arms (a, b). A report prints the difference a - b of each pair.
@@ -136,7 +137,7 @@ def is_target(row: dict, phases: dict) -> bool:
 # ---------------------------------------------------------------------- the runs of a report
 
 # The folders of the runs in one environment, as runs[arm][seed]. The arm may be a name that the
-# user chose. A run that was branched from a run with another seed (--branch) has the key
+# user chose. A run that was branched from a run with a different seed (--branch) has the key
 # "OTHER>SEED" instead of its seed.
 Runs = dict[str, dict[int | str, Path]]
 
@@ -149,7 +150,8 @@ def each(runs: Runs):
 
 
 def arm_of(run: Path) -> str:
-    """Returns the arm of a run whose folder is called ARM-sSEED, and the method of another run."""
+    """Returns the arm of a run whose folder is called ARM-sSEED, and the method of any other run.
+    """
     arm = run.resolve().name.rpartition("-s")[0]
     return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
@@ -173,8 +175,8 @@ def grouped(given: list[tuple[str, Path]]) -> dict[str, Runs]:
                              "runs that evaluate the same splits")
         seed = settings["seed"]
         first_seed = config.get("branch", {}).get("seed", seed)
-        # The outputs that a branch reused may have another seed. Such a run is compared only with
-        # runs that have the same two seeds.
+        # A branch may reuse outputs of a run with a different seed. The branch is then compared
+        # only with runs that have the same two seeds.
         if first_seed != seed:
             seed = f"{first_seed}>{seed}"
         other = envs[env][name].setdefault(seed, path)
@@ -219,11 +221,12 @@ def ignored(settings: dict) -> set[str]:
 
 
 def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
-    """Returns the settings in which arms differ, as tuples (setting, arm, its values as text).
+    """Returns the settings in which arms differ, as tuples (setting, arm, the arm's values as
+    text).
 
     A setting is compared between the arms whose methods read it. In the other arms, and in runs
-    whose program did not have the setting, its value is "-". Settings that have the value of the
-    setting that they follow in all runs are left out.
+    whose program did not have the setting, its value is "-". A setting that equals the setting it
+    follows, in every run, is left out.
     """
     settings = {}  # arm -> settings of each of its runs
     for arm, by_seed in runs.items():

@@ -47,15 +47,15 @@ def grouped(rows: list[dict], keys: list[str]) -> dict[tuple, dict]:
 
 
 def single(rows: list[dict], keys: list[str]) -> list[tuple]:
-    """Returns a list of (arm, values of the keys, group). The group has a tuple (row,) for each
-    seed."""
+    """Returns a list of (arm, values of the keys, group). The group contains a tuple (row,) for
+    each seed."""
     return [(arm, values, [*zip(by_seed.values())])
             for (arm, values), by_seed in grouped(rows, keys).items()]
 
 
 def paired(rows: list[dict], compared: list[tuple[str, str]], keys: list[str]) -> list[tuple]:
     """Returns a list of ("a - b", values of the keys, group) for compared arms (a, b). The group
-    has a tuple (row of a, row of b) for each common seed."""
+    contains a tuple (row of a, row of b) for each common seed."""
     groups = grouped(rows, keys)
     every = dict.fromkeys(values for _, values in groups)
     result = []
@@ -79,14 +79,14 @@ def interval(group: list[tuple], measure: str) -> dict:
     """Computes the mean of a measure over seeds, or of its differences, and the 95% intervals.
 
     Args:
-        group: The rows of an arm, or of a pair of arms, see `single` and `paired`.
+        group: The rows of an arm, or of a pair of arms (see `single` and `paired`).
 
     Returns:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
         t interval over seeds. One seed has no t interval, so `half` is None. If the measure has one
         value per task, `low` and `high` are the bounds of the `bootstrap` interval. Differences are
-        computed per task, so both arms have the same tasks in each of its samples. A difference
-        also has `ahead`, the number of seeds on which the first arm is larger.
+        computed per task, so both arms use the same tasks in each of its samples. A difference also
+        has `ahead`, the number of seeds on which the first arm is larger.
     """
     values = []
     for row, *others in group:
@@ -129,14 +129,15 @@ def t_quantile(df: int) -> float:
 
 
 def p_value(lead: dict) -> float:
-    """Returns the p value of a paired t test over seeds. `lead` is a difference from `interval`."""
+    """Returns the p-value of a paired t-test over seeds. `lead` is a difference that `interval`
+    returned."""
     df = lead["n"] - 1
     standard_error = lead["half"] / t_quantile(df)
     return float(np.interp(abs(lead["mean"]) / max(standard_error, 1e-12), *t_distribution(df)))
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Returns the p values, corrected for multiple tests with Holm's method, in the same order."""
+    """Returns the p-values, corrected for multiple tests with Holm's method, in the same order."""
     p = np.array(p_values)
     order = p.argsort()
     p[order] = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
@@ -188,7 +189,7 @@ def sampling(settings: dict, rollouts: int) -> str:
 
 
 def after_the_last(evals: list[dict]) -> list[dict]:
-    """Returns the last evaluation of each agent of each run on each split."""
+    """Returns, for each run, each agent's last evaluation on each split."""
     last = {}
     for e in sorted(evals, key=lambda e: e["iteration"]):
         last[e["arm"], e["agent"], e["split"], e["seed"]] = e
@@ -215,13 +216,13 @@ def average(of_envs: list[list[dict]]) -> list[dict]:
 
 
 def costs(runs: Runs) -> list[dict]:
-    """Returns one row per run, with its costs after the initial SFT phase, see `COSTS`."""
+    """Returns one row per run, with its costs after the initial SFT phase (see `COSTS`)."""
     rows = []
     for arm, seed, run in each(runs):
         phases = phases_of(run)
         trained = training_phases(phases)
         target = [row for row in trained if is_target(row, phases)]
-        played = [*explorations_in(phases), *target]  # training in `evolve.py` plays episodes, too
+        played = [*explorations_in(phases), *target]  # training in `evolve.py` also plays episodes
         values = (sum(row["steps"] for row in target), sum(row["steps"] for row in trained),
                   sum(row.get("tokens", 0) for row in target),
                   sum(row.get("episodes", 0) for row in played))
@@ -267,11 +268,11 @@ FIGURE_3 = {"eto": ("eto", "target"), "coevolve: target": ("coevolve", "target")
 
 
 def distances_of(runs: Runs) -> list[dict]:
-    """Computes the mean distance between the failures of a task, for each agent of Figure 3.
+    """Computes the mean distance between the failures of a task, for each agent in Figure 3.
 
-    Returns one row per agent and seed. Its `arm` is the agent's label, and `distance` is the mean
-    over the tasks in which each of the agents failed at least twice. The failures are embedded by
-    the SFT agent that ETO and co-evolution start from. Seeds whose SFT agent was deleted are
+    Returns one row per agent and seed. In a row, `arm` is the agent's label, and `distance` is the
+    mean over the tasks in which each of the agents failed at least twice. The failures are embedded
+    by the SFT agent that ETO and co-evolution start from. Seeds whose SFT agent was deleted are
     skipped.
     """
     rows = []

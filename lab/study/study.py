@@ -50,7 +50,7 @@ def make_runs(
     for arm, flags in arms.items():  # so that errors in settings appear before any run starts
         words = flags.format(steps=1, tasks=1, lambda_sft=1).split()
         parse(["--env", env, *settings[arm], *words], Settings, METHODS, environment)
-    folder.mkdir(parents=True, exist_ok=True)  # for the logs
+    folder.mkdir(parents=True, exist_ok=True)  # the logs need this folder
     started = {}  # (seed, arm) -> future
 
     def make_run(seed: int, arm: str) -> None:
@@ -76,8 +76,8 @@ def make_runs(
 
 
 def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
-    """Returns the flags in `more`, with their values, that the method of an arm uses. Flags that no
-    arm of the study uses are included, because parsing them must raise an error."""
+    """Returns those flags in `more`, with their values, that an arm's method uses. Flags that no
+    arm of the study uses are also returned, so that parsing them raises an error."""
     reads = {other: reads_of(other) for other in arms}
     others = set.union(*reads.values()) - reads[arm]
     kept = []
