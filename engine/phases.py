@@ -130,9 +130,9 @@ class Phases:
         self.name = ""  # the name of the output that the current phase makes
         # Maps each output that this process has made or reused to its record in phases.json.
         self.done = {}
-        # Maps paths to keys that identify their content. For a model of this run, the key is the
-        # cache key of the phase that trained it. For a model from the Hugging Face Hub, it is the
-        # commit. For all other paths, it consists of file hashes.
+        # Maps the folders of models to keys that identify their content. For a model of this run,
+        # the key is the cache key of the phase that trained it. For a model from the Hugging Face
+        # Hub, it is the commit.
         self.keys = {}
         # Only the main rank needs the code version, because only this rank writes config.json.
         self.code = code_now() if self.main else None
