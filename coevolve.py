@@ -17,13 +17,13 @@ is direct preference optimisation. Both losses are in `dpo.py`.
     target  = SFT(base model, experts)                                           Eq. (3)-(5)
     failure = SFT(base model, experts in a different order)
     for K iterations:
-        e_tgt, e_fail = episodes of both agents, on every task of the experts
+        e_tgt, e_fail = episodes of both agents, on every expert task
         D_fail  = better failure > worse failure, any two failures of a task     Eq. (6), 4.2
         failure = DPO(failure, D_fail)                                           Eq. (7)
         D_tgt   = expert > e_tgt, expert > e_fail, and                           Eq. (8)
                   better failure > worse failure, one failure of each agent
         target  = weighted DPO(target, D_tgt)                                    Eq. (9)
-                  + lambda_SFT x SFT(chosen trajectories, except agents' failures)
+                  + lambda_SFT x SFT(chosen trajectories that are not failures of agents)
 
 Three files contain the method. Read this file first, then `dpo.py` (losses and training loop), and
 then `envs.py` (environments and episodes). Agents and environments exchange only text. The folder
