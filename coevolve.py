@@ -250,7 +250,7 @@ def against_expert(expert: Trajectory, t: Trajectory, s: Settings) -> Pair | str
 
 
 def separate(comparisons: Iterable[Pair | str]) -> tuple[Pairs, list[str]]:
-    """Separates the pairs from the reasons why the other comparisons made no pair."""
+    """Splits comparisons into the pairs, and the reasons why the others are no pairs."""
     pairs = []
     reasons = []
     for result in comparisons:

@@ -175,9 +175,9 @@ def batches(
 ) -> list[list[Group]]:
     """Shuffles the groups in each epoch, and splits them into batches.
 
-    A batch contains at most `size` pairs. All pairs of a group are in the same batch, so a group
-    with more pairs gets its own batch. In SFT, groups contain no pairs. A group without pairs
-    counts as one pair. The last batch of an epoch may be smaller.
+    A batch has at most `size` pairs. Groups are not split, so a group with more pairs gets its own
+    batch. A group without pairs, as in SFT, counts as one pair. The last batch of an epoch may be
+    smaller.
     """
     filled = []
     for _ in range(epochs):
@@ -559,10 +559,10 @@ def train(
     Returns:
         A dict for each step with the entries `step`, `loss`, the terms of the loss, `lr`, `norm`
         and `kinds`. `norm` is the norm of the gradient before clipping. `kinds` maps each kind of
-        pair to a dict of the number of its pairs (`count`) and the means of its statistics.
+        pair to a dict with the number of pairs (`count`) and the mean of each statistic.
 
     Raises:
-        ValueError: The model or the data cannot be used for training (see `check_trainable`).
+        ValueError: The model or the data is unsuitable for training (see `check_trainable`).
         FloatingPointError: The loss or the gradient is not finite. The error is raised before the
             optimiser changes the weights.
     """

@@ -536,10 +536,9 @@ def find_signals(run: Run, task_set: Rows, played: list[Path], i: int) -> tuple[
 
 
 def pick(kinds: list[list[dict]], limit: int) -> list[dict]:
-    """Picks signals of each kind in turn (round-robin), at most one signal per task.
+    """Picks at most `limit` signals of each kind in turn (round-robin), at most one per task.
 
-    `kinds` contains one list of signals for each kind. At most `limit` signals are picked from each
-    list, starting with the first.
+    `kinds` contains one list of signals for each kind. Earlier signals of a list are picked first.
     """
     picked = {}  # the picked signal of each task, by task id
     queues = [iter(rows) for rows in kinds]
@@ -675,13 +674,13 @@ def explore(
 
 @by_one_rank
 def abstract(run: Run, task_set: Rows, explored: list[Explored], i: int) -> tuple[Rows, dict]:
-    """Makes candidates from the explorer's episodes, in random order.
+    """Creates candidate tasks from the explorer's episodes, in random order.
 
     Each row is one candidate with these entries:
         signal: The `signal` of the explored trajectory (see `Explored`).
         source: The id of the explored task.
         text: The request to the agent, as text.
-        task: The definition of the new task, from which the environment creates the task.
+        task: The definition from which the environment creates the task.
         solution: The replies that solve the new task.
     """
     generator = env_with(run, task_set).task_generator()
@@ -738,8 +737,8 @@ def judge(run: Run, candidates: Rows, task_set: Rows, i: int) -> tuple[Rows, dic
 
 
 def counts(proposals: list[dict]) -> dict:
-    """Counts the proposals, those whose solution was replayed, the added ones by signal, and the
-    refused ones by reason."""
+    """Returns the number of proposals, the number of replayed solutions, the number of added
+    proposals by signal, and the number of refused proposals by reason."""
     replayed = 0
     refused = Counter()
     added = Counter()

@@ -17,7 +17,7 @@ from common.settings import UsageError
 
 
 def read_json(file: Path) -> dict:
-    """Returns the JSON object in a file, and raises UsageError if it is not complete."""
+    """Returns the JSON object in a file. Raises UsageError if it is incomplete."""
     return parse_object(file.read_bytes(), file)
 
 
@@ -175,7 +175,7 @@ def run_of(agent: Path) -> Path | None:
 
 
 def hash_of(value) -> str:
-    """Returns a hash of a JSON-serialisable value, in 16 hexadecimal digits."""
+    """Returns the hash of a JSON-serialisable value as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 

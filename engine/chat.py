@@ -417,7 +417,7 @@ class Template:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of an error message, with the error's type in front of a single word.
+    """Returns the first line of an error message. A single word is prefixed with the error's type.
     """
     lines = str(error).strip().splitlines() or [""]
     return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

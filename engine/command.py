@@ -27,7 +27,7 @@ EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
             torch.OutOfMemoryError, MemoryError)
 # Messages of disk-full errors, which some libraries raise as a plain Exception.
 FULL = re.compile("No space left on device|Disk quota exceeded")
-# Parts of the error messages of gloo and NCCL if another process of a distributed run has died.
+# Parts of the errors that gloo and NCCL raise if another process of a distributed run has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
 
@@ -105,9 +105,10 @@ def closing_lines(run, page: str) -> list[str]:
 
 
 def one_line(error: Exception, resumes: bool = False) -> str | None:
-    """Formats an expected error as a single line with a remedy, or returns None for a bug.
+    """Formats an expected error as a single line with a remedy. Returns None for an unexpected
+    error (a bug).
 
-    If the run had already started, `resumes` is true, and the same command can resume it.
+    `resumes` is true if the run had already started, so that the same command can resume it.
     """
     text = console.visible(" ".join(str(error).split()))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:

@@ -60,7 +60,7 @@ class CachedGenerator:
     It returns [(ids, log_probs)], one reply for each pair, in the same order.
 
     Args:
-        model: A causal language model. All its layers have to use full or sliding-window attention.
+        model: A causal language model. All of its layers must use full or sliding-window attention.
         slots: The maximum number of episodes in the cache, R.
         max_tokens: The maximum number of tokens in an episode.
         max_new_tokens: The maximum number of tokens in a reply.
@@ -298,7 +298,7 @@ def round_up(columns: int) -> int:
 def window_sizes(config) -> dict[str, float]:
     """Returns the size of the attention window in tokens, for each kind of layer in a model.
 
-    The size is infinity for "full_attention", and finite for "sliding_attention".
+    The size is infinite for "full_attention", and finite for "sliding_attention".
     """
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or math.inf

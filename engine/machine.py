@@ -201,8 +201,8 @@ FREE = 0.92
 # The maximum number of parallel episodes on a GPU. Up to this batch size, a larger batch hardly
 # makes a decode step slower [ours].
 SLOTS = 128
-# The assumed fraction of positions that need logits, because the next token is an action token in
-# at least one row of the batch [ours].
+# The assumed fraction of positions that need logits. A position needs logits if the next token is
+# an action token in at least one row of the batch [ours].
 ACTING = 0.5
 
 

@@ -54,10 +54,10 @@ def folder_of(model: str) -> Path:
 
 
 def read(kind, folder, **options):
-    """Returns `kind.from_pretrained(folder, **options)`, and raises UsageError if this fails.
+    """Returns `kind.from_pretrained(folder, **options)`. Raises UsageError if this fails.
 
     Python code in the folder is never executed (trust_remote_code=False). If `folder` is a name on
-    the Hub, this process reads all files of the model from the same commit.
+    the Hub, this process reads all files from the same commit.
     """
     options |= dict(trust_remote_code=False, revision=commit_of(str(folder)) or "main")
     try:
@@ -184,7 +184,7 @@ def read_config(folder):
 def check_folder(folder: Path) -> None:
     """Raises UsageError if a folder contains a run instead of a model, or contains an adapter.
 
-    Without this error, the weights of an adapter, such as LoRA, would be lost without any message.
+    Without this error, adapter weights, such as LoRA, would be silently ignored.
     """
     if (folder / "phases.json").exists():
         agents = [str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")
@@ -363,8 +363,10 @@ def layers(model) -> torch.nn.ModuleList:
 
 
 def unshared_layers(model) -> list[torch.nn.Module]:
-    """Returns the layers that share no parameters with other layers. In Zamba, some layers share
-    them."""
+    """Returns the layers that share no parameters with other layers.
+
+    Some layers of Zamba share parameters.
+    """
     uses = Counter()
     for layer in layers(model):
         uses.update(layer.parameters())

@@ -296,7 +296,7 @@ class Phases:
         """
         if isinstance(value, Saved) and not value.is_read:
             return value.key
-        if is_rows(value):  # also a list that was read, because its items may have been changed
+        if is_rows(value):  # the items of a list that was read may have been changed
             return content_hash(value)
         if isinstance(value, dict):
             return [list(value), self.keys_of(value.values())]
@@ -455,7 +455,8 @@ def with_numbers(result, parameters: dict) -> tuple:
     return value, numbers
 
 
-# Entries of the records in phases.json that are neither parameters nor numbers of a phase.
+# Keys of a phases.json record that are neither parameters of the phase nor numbers that it
+# returned.
 RECORD = ("function", "cache_key", "seconds", "hash", "stat", "content", "edited")
 
 

@@ -279,12 +279,13 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
 
 
 def given_models(s, base: Path) -> dict[str, Path]:
-    """Returns the initial models of a run, by command-line flag."""
+    """Returns the initial models of a run, {command-line flag: path}."""
     return {"--model": base} | ({"--failure-from": Path(s.failure_from)} if s.failure_from else {})
 
 
 def check_same_tokenizer(base: Path, encoder, agent: Path) -> None:
-    """Raises UsageError if the --failure-from agent has a different tokenizer or chat template."""
+    """Raises UsageError if the tokenizer or chat template of the --failure-from agent differs from
+    that of the base model."""
     with models.naming_flag("--failure-from"):
         fingerprint = models.read_encoder(agent).fingerprint()
     if fingerprint != encoder.fingerprint():
@@ -328,7 +329,7 @@ def model_backends(s, model: Path, machine: Machine, encoder) -> dict:
 
 @contextmanager
 def agent_errors(run: Run, agent):
-    """Adds a remedy to a UsageError about a model that this run trained, and can train again."""
+    """Adds a remedy to a UsageError about a model that this run has trained and can train again."""
     try:
         yield
     except UsageError as error:

@@ -42,8 +42,9 @@ class Sampler:
         self.temperature = temperature
         self.suppressed_ids = suppressed_ids
         self.vocabulary_size = vocabulary_size
-        # Cached tensors of all suppressed ids, by (device, V). Without this cache, each sampling
-        # step copies the ids to the GPU again, which is a host-device synchronisation.
+        # Cached tensors of all suppressed ids, with (device, V) as the key. Without this cache,
+        # each sampling step copies the ids to the GPU again, which causes a host-device
+        # synchronisation.
         self.index = {}
 
     def process_logits(self, logits: Tensor) -> Tensor:
@@ -84,12 +85,12 @@ class TokenSampler:
         self.sampler = sampler
         self.encoder = encoder
         self.stops = stops
-        self.may_end = {}  # by token id: True if a stop string may end within the token
+        self.may_end = {}  # {token id: True if a stop string may end within the token}
 
     def __call__(self, replies: list[Reply], logits: Tensor) -> Tensor:
         """Samples a token for each reply, and appends it to the reply unless the reply is finished.
 
-        Each call has only one host-device synchronisation for the whole batch.
+        Each call causes only one host-device synchronisation for the whole batch.
 
         Args:
             replies: The B replies.
@@ -149,8 +150,8 @@ class TokenSampler:
         """
         last = ids[-1]
         if last not in self.may_end:
-            # A token with only some bytes of a character, which is decoded as U+FFFD (REPLACEMENT
-            # CHARACTER), might complete any stop string.
+            # A token with only some bytes of a character might complete any stop string. Such a
+            # token is decoded as U+FFFD (REPLACEMENT CHARACTER).
             text = self.encoder.decode([last])
             self.may_end[last] = any(s[-1] in text or "\N{REPLACEMENT CHARACTER}" in text
                                      for s in self.stops)

@@ -130,7 +130,7 @@ def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
 
 
 def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, backend: str) -> float:
-    """Returns the numerical error of a backend for generation.
+    """Returns the numerical error of a generation backend.
 
     The backend generates two replies to each test sequence, with random tokens between them as an
     observation. Its log-probabilities are compared with those of a plain forward pass.

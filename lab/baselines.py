@@ -92,8 +92,8 @@ def explore_more(
     name: str,
     i: int,
 ) -> tuple[Trajectories, dict]:
-    """Samples additional rollouts for DART. A task gets more of them if many of its first rollouts
-    failed. Their indices continue those of the first rollouts."""
+    """Samples additional rollouts for DART. A task gets more of these rollouts if more of its first
+    rollouts failed. The indices of additional rollouts continue those of the first rollouts."""
     s = run.settings
     episodes = []
     for expert, rollouts in by_task(experts, played):
@@ -211,8 +211,8 @@ def train_ppo(
                   f"be compared ({dict(dropped)})")
         return model, dict(steps=0, dropped=dropped)
 
-    # 2. Compute log pi_SFT and log pi_old. Here and in training, log-probabilities are those of the
-    # distribution that the episodes were sampled from, with its temperature and suppressed tokens.
+    # 2. Compute log pi_SFT and log pi_old. Here and in training, log-probabilities are computed
+    # under the sampling distribution of the episodes, with its temperature and suppressed tokens.
     # Only one model is in memory at a time.
     sampler = run.encoder.sampler(s.temperature)
     log_probs = partial(run.log_probs, logits_processor=sampler.process_logits)

@@ -49,8 +49,8 @@ MUST = "task, messages of role and content, reward from 0 to 1, and agent if the
 def learn(run: Run) -> None:
     """Trains the agent with SFT on the best trajectory of each task, and then with preference
     learning on pairs of trajectories."""
-    # 1. Choose the expert trajectories. Save each agent's other trajectories to a file. Make the
-    # pairs. Each phase prints how many trajectories it uses, and how many it drops.
+    # 1. Choose the expert trajectories. Save the remaining trajectories of each agent to a file.
+    # Make the pairs. Each phase prints how many trajectories it uses, and how many it drops.
     once = run.once
     file = Path(run.settings.file)
     experts = once("experts.jsonl", best, file)
@@ -222,8 +222,8 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
         mask = row["action_mask"]
         marked = sum(after > before for before, after in zip(mask, mask[1:]))
         texts = sum(bool(message["content"]) for message in messages[opening:][::2])
-        # The mask must be 1 for some tokens of every reply that contains text. Empty replies need
-        # none.
+        # The mask must be 1 for some tokens of every reply that contains text. Empty replies are
+        # exempt.
         if not texts <= marked <= turns:
             raise ValueError(f"'action_mask' marks {marked} replies, but the last {turns} are "
                              "trained on; give their number as 'turns', or remove the mask")

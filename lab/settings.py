@@ -26,10 +26,10 @@ class Settings(evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.S
                         step_rollouts=4, grpo_steps=20, grpo_lr=5e-6, start_tasks=25,
                         evolve_every=5, near_text=1.0),
         "quick smollm2": dict(train_tasks=8, eval_tasks=4, sft_batch=4),
-        # The number of rollouts per task in each method. RFT has 1: "As in the baselines, we
-        # perform a single rollout per instruction" [Section 5.2.1]. DART has n = 5 first rollouts,
-        # from which it estimates the difficulty of a task, and then adds more [Section 5.3]. PPO
-        # has 4, because it compares the rollouts of a task with each other [ours].
+        # The number of rollouts per task in each method. RFT uses 1: "As in the baselines, we
+        # perform a single rollout per instruction" [Section 5.2.1]. DART uses n = 5 first rollouts
+        # to estimate the difficulty of a task, and then adds more [Section 5.3]. PPO uses 4,
+        # because it compares the rollouts of a task with each other [ours].
         "--method rft": dict(rollouts=1),
         "--method dart": dict(rollouts=5),
         "--method ppo": dict(rollouts=4),

@@ -69,8 +69,8 @@ def make_folder(temporary: Path) -> Path:
 
 
 def python(*arguments: str, **environment: str) -> None:
-    """Runs this Python interpreter as a subprocess. Raises UsageError with the last line of its
-    error output if it fails."""
+    """Runs this Python interpreter as a subprocess. If the subprocess fails, raises UsageError with
+    the last line of its error output."""
     done = subprocess.run([sys.executable, *arguments], env={**os.environ, **environment},
                           cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

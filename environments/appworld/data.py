@@ -27,7 +27,7 @@ MAX_REPLIES = 30  # maximum number of replies per episode [AgentEvolver]
 
 
 def interpreter() -> str:
-    """Returns the path of the Python interpreter that has the package appworld."""
+    """Returns the path of the Python interpreter in whose environment appworld is installed."""
     if not (VENV / f"has-{PACKAGE.replace('==', '-')}").exists():
         raise UsageError(f"appworld: the package {PACKAGE} is not in {VENV}; "
                       "bash run.sh appworld --help installs it")

@@ -33,7 +33,7 @@ NOT_EQUAL, MASKED = 1, 7  # libseccomp's comparisons of an argument
 INT = 0xFFFFFFFF          # mask of the lower 32 bits, for arguments that the kernel reads as int
 # The filter makes these system calls fail.
 DENIED = (
-    # calls that start processes, or that access other processes and their namespaces
+    # calls that start processes, or that access other processes or their namespaces
     "fork vfork execve execveat ptrace unshare setns "
     # calls that install another filter. That filter could kill one thread, and the other threads
     # would wait for the killed thread.
@@ -51,7 +51,7 @@ DENIED = (
 # the comparison: NOT_EQUAL is x != a, and MASKED is (x & a) == b.
 DENIED_IF = (
     ("clone", 0, MASKED, 0x10000, 0),            # clone fails unless it starts a thread
-    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # would undo `die_with_parent`
+    ("prctl", 0, MASKED, INT, DIE_WITH_PARENT),  # undoes `die_with_parent`
     ("prctl", 0, MASKED, INT, SET_SECCOMP),      # installs another filter, see above
     ("socket", 0, NOT_EQUAL, 1, 0),              # fails unless the address family is AF_UNIX (1)
     ("prlimit64", 2, NOT_EQUAL, 0, 0))           # changes resource limits, see above
@@ -75,7 +75,7 @@ def enter(visible: list[str], own: list[str], megabytes: int, report: int) -> No
     user = FIRST_USER + os.getpid() % 4_000 if os.geteuid() == 0 else None
     seccomp = ctypes.CDLL("libseccomp.so.2")
     separate(user is not None)
-    die_with_parent()  # again, because entering a user namespace resets this setting
+    die_with_parent()  # repeated, because entering a user namespace resets this setting
     build_root(visible, own, user)
     if process := os.fork():
         # The client notices the end of the new process only if no other copy of its sockets exists.

@@ -17,7 +17,7 @@ from envs import EnvError
 # All limits are our own choice [ours].
 SECONDS = 20          # time limit of the code in one reply, in seconds
 MEGABYTES = 3000      # maximum address space of an isolated process, in MiB
-GRACE_SECONDS = 5     # seconds that a process has to stop code that reached its time limit
+GRACE_SECONDS = 5     # time to stop code that has reached its time limit, in seconds
 START_SECONDS = 900   # time limit for starting the server, a forked process or an episode
 JUDGE_SECONDS = 120   # time limit of a judgement, which executes SQL that an episode has saved
 MAX_ANSWER = 16 << 20  # maximum size of an answer in bytes, such as all changes of an episode
@@ -215,7 +215,7 @@ class Episode(IsolatedProcess):
                           [row for row in rows if is_call(row)])
 
     def changes(self) -> dict[str, str]:
-        """Returns all changes in the apps so far, as {name of a saved file: its text}."""
+        """Returns all changes made in the apps so far, {file name: file content}."""
         changes = self.request(self.seconds, save=True).get("changes")
         files = changes if isinstance(changes, dict) else {}
         return {file: str(text) for file, text in files.items()}
@@ -234,7 +234,7 @@ _lock = threading.Lock()
 def server(python: str, root: Path) -> Server:
     """Returns the server that all environments of this process share for a data folder.
 
-    The server is started on first use, and restarted if it has ended.
+    The server starts on first use, and restarts if it has exited.
     """
     key = os.getpid(), python, root
     with _lock:

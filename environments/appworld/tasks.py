@@ -93,7 +93,7 @@ class TaskGenerator:
             return f"{task['start']!r} is no start state of a training task"
         if not 1 < len(code) <= data.MAX_REPLIES:
             return f"its solution has {len(code)} parts, not 2 to {data.MAX_REPLIES}"
-        # IPython, which runs the code, also accepts magic commands, which the checks cannot parse.
+        # IPython runs the code, and also accepts magic commands. The checks cannot parse these.
         if None in map(tree_of, code):
             return "a part of its solution is no Python"
         if words_of(task["text"]) in self.instructions:
@@ -139,7 +139,7 @@ class TaskGenerator:
         arguments. Logins and calls that only read data are left out.
 
         Args:
-            calls: One list per part of the solution, with its calls ["APP.API", arguments].
+            calls: One list of calls per part of the solution. A call is ["APP.API", arguments].
         """
         sentences = []
         for name, arguments in itertools.chain(*calls):

@@ -109,7 +109,7 @@ def tasks(category: str) -> dict[str, dict]:
 
 
 def as_json(call: str, documented: dict[str, dict]) -> dict:
-    """Converts a call in the ground truth from Python source code to a dict {name, arguments}."""
+    """Converts a ground-truth call from Python source code to a dict {name, arguments}."""
     node = ast.parse(call, mode="eval").body
     names = documented[node.func.id]["parameters"]["properties"]
     arguments = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]

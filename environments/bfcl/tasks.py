@@ -127,8 +127,8 @@ class TaskGenerator:
         return "it is solved without its last call" if solved else None
 
     def template(self, calls: list[dict]) -> str:
-        """Returns a user's message that requests the given calls, with the first sentence of each
-        function's description and the values of the arguments."""
+        """Returns a user message that requests the given calls. It contains the first sentence of
+        each function's description, and the argument values."""
         sentences = []
         for call in calls:
             values = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}"

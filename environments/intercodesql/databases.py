@@ -29,8 +29,8 @@ from envs import EnvError
 ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # maximum size of a query's result
 SECONDS = 2  # time limit of a query: CPU time for sqlite, wall-clock time for a server
-# Maximum number of steps of sqlite's virtual machine. Unlike the time limit, it gives the same
-# result on every machine.
+# Maximum number of steps of sqlite's virtual machine. Unlike the time limit, this limit gives the
+# same result on every machine.
 VM_STEPS = 10_000_000
 CHECK_STEPS = 1_000  # sqlite's limits are checked after every 1,000 steps
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
@@ -169,7 +169,7 @@ def _part_of_date(part: int):
     return _or_null(function)
 
 
-# The current time in queries, fixed so that their results do not depend on the day
+# The fixed time that queries see as the current time, so that their results are the same every day
 TODAY = "2024-09-01 12:00:00"
 _DATES = sqlite3.connect(":memory:", check_same_thread=False)  # runs sqlite's own time functions
 
@@ -483,7 +483,8 @@ class MySQL:
             raise
         except ValueError as error:  # the query or its result is not valid UTF-8
             answer = f"{ERROR}{error}"
-        # `cursor.close` fetches the remaining rows. The server's time limit also applies to them.
+        # `cursor.close` fetches the remaining rows. The server's time limit also applies to this
+        # step.
         cursor.close()
         return answer
 

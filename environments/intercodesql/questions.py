@@ -13,9 +13,9 @@ from environments import numbered, saying
 
 DATA_SEED = 20251123  # fixed, so the data do not depend on the seed of a run [ours]
 
-# Each database has one table of sites, such as schools, and one or two tables of people or things,
-# such as teachers, who belong to sites. The names of tables and columns are single words, so that a
-# small model can copy them. A concept, such as the salary, has several names. If a question
+# Each database has a table of sites, such as schools, and one or two tables of people or things
+# that belong to sites, such as teachers. The names of tables and columns are single words, so that
+# a small model can copy them. A concept, such as the salary, has several names. If a question
 # contains "wage" and the column is called "pay", the agent must look up the column with DESC.
 PEOPLE = "doctor teacher driver singer farmer painter lawyer pilot nurse baker actor writer".split()
 THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".split()
@@ -58,8 +58,8 @@ class Column:
     values: list        # one value per row
 
     def draw_name(self, rng: random.Random) -> str:
-        """Returns a random name of the column for a question. With a probability of two thirds or
-        more, the result is the name in the database."""
+        """Draws the column's name for a question. The probability of the name in the database is at
+        least two thirds."""
         return rng.choice([*(self.concept or [self.name]), *[self.name] * 3])
 
 

@@ -93,7 +93,7 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     Args:
         admin_url: The address with a user that can create databases and users. The password of this
             user is in MYSQL_ADMIN_PWD.
-        mysql_url: The address with the start of the new users' names. Their password is in
+        mysql_url: The address with the prefix of the new users' names. Their password is in
             MYSQL_PWD.
 
     Returns:

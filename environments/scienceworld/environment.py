@@ -220,7 +220,7 @@ class _Simulator:
 
     def act(self, action: str) -> tuple[str, float, bool]:
         """Returns the observation after an action, the score so far as a fraction of the full
-        score, and True if the episode ends."""
+        score, and whether the episode has ended."""
         observation = self.interface.step(action)
         score = self.interface.getScore()
         ended = self.interface.getCompleted() or score < 0

@@ -26,8 +26,8 @@ DATA_SEED = 20251122  # random seed of the products and goals, independent of th
 
 SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
          "windows": ["short", "regular", "tall"], "-": []}
-# {product type: (department, sizes, attributes)}. No word occurs in the names of two types, because
-# buying a product of the wrong type would otherwise earn partial reward.
+# {product type: (department, sizes, attributes)}. No word occurs in the names of two types.
+# Otherwise, buying a product of the wrong type would earn partial reward.
 TYPES = {}
 for line in """\
 rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof

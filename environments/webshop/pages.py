@@ -39,7 +39,7 @@ class Shop(Environment):
 
     Texts and rules are the same as in WebShop's official text environment, with two exceptions.
     First, a search is valid only on the search page. Second, the page after a purchase ends at
-    "Your code:", because the official page shows the goal and the reward below it.
+    "Your code:", because the official page shows the goal and the reward after this text.
 
     The short view is for a very small model. Results pages, item pages and sub-pages omit the
     instruction and "Back to Search" in this view, although the agent can still click on "Back to

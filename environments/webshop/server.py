@@ -26,25 +26,25 @@ NO_WEBSHOP = f"this is no page of a WebShop server; {CHECK}"
 
 
 class WebShopServer(Shop):
-    """WebShop on a real server. The client follows links and sends forms, like a browser.
+    """Client of a real WebShop server. It follows links and submits forms, like a browser.
 
     The key of a task is the number of a goal. `reset` accepts the number of any goal on the server.
 
     Restarted servers. A server draws new random price limits each time it starts. Results with
     different price limits cannot be compared, so the client raises UsageError if the server was
-    restarted during a run. To detect this, the client stores the instruction of every goal, and
-    compares it each time it requests the goal again. Before a new goal, the client requests an
-    earlier goal again. After a purchase, it requests the goal of the episode again, because the
+    restarted during a run. To detect this, the client stores the instruction of every goal. When it
+    requests a goal again, it compares the two instructions. Before a new goal, the client requests
+    an earlier goal again. After a purchase, it requests the goal of the episode again, because the
     page after a purchase does not show the instruction.
 
     Load. A server loads its catalogue at the first request, and once more for each request that
-    arrives before the catalogue is loaded. Until a process has received its first page, and again
-    after the server has failed, the process therefore holds a file lock during each request. The
-    processes of the user on this machine then send one request at a time. A server also gets slower
-    with each session, so all episodes with the same goal use the same session.
+    arrives before the catalogue is loaded. The process therefore holds a file lock during each
+    request until it has received its first page, and again after the server has failed. All
+    processes of this user on this machine then send one request at a time. A server also gets
+    slower with each session, so all episodes with the same goal use the same session.
 
     Errors. Every response must be a WebShop page at the address that the user gave. Otherwise the
-    client raises EnvError. There is one exception: the server cannot route an option with a slash,
+    client raises EnvError. The one exception is an option with a slash. The server cannot route it
     and responds with status 404. The page then does not change, and the episode continues.
 
     Safety. Only the search form sends text that the model wrote.
@@ -204,7 +204,7 @@ class Client:
 
 @dataclass
 class ServerPage:
-    """The parsed content of a page from a real server."""
+    """A parsed page of a real server."""
     pieces: list[str]        # the visible texts, split at HTML tags
     # {text: Link} of the buttons, products and options; texts of buttons and products in lower case
     links: dict[str, Link]

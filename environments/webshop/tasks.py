@@ -60,8 +60,9 @@ class TaskGenerator:
     def written(self, task: str, proposal: dict) -> dict | None:
         """Converts a proposal of an explorer model to {text, task, solution}.
 
-        Returns None unless the actions end with a purchase, and the following conditions hold:
+        Returns None unless all of these conditions hold:
 
+        - The actions end with a purchase.
         - The text contains the type of the product, and at least one attribute.
         - The text contains exactly one price limit, which is above the price of the product.
         - The product has all attributes that the text mentions.
@@ -124,7 +125,8 @@ class TaskGenerator:
             return "no product meets it"
         if any(product["held_out"] for product in fitting):
             return "a held-out product meets it"
-        # All products in `fitting` have all options of the goal, so we check only the first one.
+        # Check that the goal requests a colour. All products in `fitting` have all options of the
+        # goal, so the colours of the first product suffice.
         if not {*fitting[0]["options"]["color"]} & {*goal["goal_options"]}:
             return "no colour chosen"
         if len(fitting) > MAX_FITTING:

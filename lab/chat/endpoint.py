@@ -26,7 +26,7 @@ from common.settings import UsageError
 from environments.user_files import FAULTS
 from envs import EnvError
 
-KEY = "OPENAI_API_KEY"  # name of the environment variable
+KEY = "OPENAI_API_KEY"  # environment variable with the API key
 TRIES = 8               # maximum number of attempts per call [ours]
 MAX_WAIT = 120          # a longer Retry-After is shortened to this, in seconds [ours]
 SHOWN = 200             # number of characters of a response that an error message quotes [ours]
@@ -40,7 +40,7 @@ USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "pro
 # this request's messages, or all requests.
 TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 OF_ALL_REQUESTS = {401, 402, 404, 407}  # errors of the key, payment, address or proxy
-OF_THE_BODY = {400, 422}  # possibly because of an optional field (see `Endpoint.bodies`)
+OF_THE_BODY = {400, 422}  # an optional field may be the cause (see `Endpoint.bodies`)
 
 
 class EndpointError(EnvError):
@@ -68,7 +68,7 @@ class Transient(Exception):
 
 
 class Endpoint:
-    """A model at a chat endpoint. Calling an `Endpoint` with messages returns (reply, usage)."""
+    """A model at a chat endpoint. Calling the object with messages returns (reply, usage)."""
 
     def __init__(self, url: str, name: str, temperature: float, max_tokens: int, timeout: float):
         path = "/chat/completions"
@@ -243,9 +243,8 @@ CONTROL = r"""(?:
   | \[ (?: /?INST | TOOL_CALLS | gMASK ) \] | \]~!?b[\[\]] | \[e~\[
 )"""
 END = re.compile(CONTROL, re.I | re.X)
-# The control tokens before a reply, each of them optionally followed by the name of the agent's
-# role. A token that is followed by a different role is not part of them, because it begins that
-# role's turn.
+# The control tokens before a reply. The name of the agent's role may follow each of them. A token
+# before a different role is not matched, because it begins that role's turn.
 OPENING = re.compile(rf"""(?:
     \s* (?! [<\[] [|｜] [^>\]]{{0,30}} (?:user|system) ) {CONTROL}
     (?! \s* (?:user|system|tool) \s* [\n<] )

@@ -97,8 +97,8 @@ class Paid:
         self.lock = threading.Lock()
         self.first = threading.Lock()  # held by the thread that waits for the first answer
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
-        # The messages of the first answered request. The first row of answers.jsonl also contains
-        # them.
+        # The messages of the first answered request. They are also in the first row of
+        # answers.jsonl.
         self.answered = next((row["messages"] for row in self.rows.values() if "messages" in row),
                              None)
         self.openings = []  # functions that return the first messages of a conversation
@@ -177,8 +177,8 @@ class Paid:
         """Appends a response to answers.jsonl, and returns its row.
 
         Args:
-            asked: The hash of the request, or "" for a repeated request, whose response is only
-                counted.
+            asked: The hash of the request, or "" for the request that `send` adds as a check. Its
+                response is counted, but never reused.
         """
         with self.lock, open(self.file, "a") as file:
             asked = asked or f"repeated {len(self.rows)}"
@@ -272,8 +272,8 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """Returns the total usage of all responses in the current phase, with the keys of USAGE. If
-        there are empty replies, or responses with reasoning only, their numbers are included."""
+        """Returns the total usage of all responses in the current phase, with the keys of USAGE.
+        Empty replies, and responses with only reasoning, are also counted if there are any."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
         usage = {name: sum(row[name] for row in rows) for name in USAGE}
         events = dict(only_thoughts=self.noticed["only_thoughts"],
@@ -390,8 +390,8 @@ class Chat(Stated):
     # Number of few-shot examples at the start of each conversation. They are expert trajectories,
     # or, with --protocol eto, the examples in ETO's prompts [ETO; 0 in the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
-    # Action if the endpoint does not reply to a task, although it replies to others: "stop" ends
-    # the run, "zero" ends only the episode, with reward 0 [ours]
+    # What to do if the endpoint does not reply to a task, although it replies to others: "stop"
+    # ends the run, "zero" ends only the episode, with reward 0 [ours]
     refused: Free[Literal["stop", "zero"]] = "stop"
     # Read timeout of an endpoint, including the explorer's: the maximum time without any data, in
     # seconds [ours]

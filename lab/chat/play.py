@@ -1,4 +1,4 @@
-"""Play a task in the terminal: `bash run.sh play ENV [TASK]`. You see the same observations as an
+"""Plays a task in the terminal: `bash run.sh play ENV [TASK]`. You see the same observations as an
 agent. TASK is a task id such as webshop-test-3, or the name of a split, from which a random task is
 chosen. With --agent, a trained agent proposes each reply: press Enter to accept the proposal, or
 type your own reply instead. All other flags are the same as for `run.sh ENV`.
@@ -31,8 +31,8 @@ from lab.runfiles import command, config_of, phases_of, way_of
 
 
 class Encoder(chat.Encoder):
-    """An encoder that leaves a reply that the person typed unchanged, even if the agent's tokens
-    cannot express it exactly."""
+    """An encoder that does not change a reply typed by a person, even if the agent's tokens cannot
+    represent it exactly."""
     typed = ""  # the person's reply in this turn, or "" for the agent's reply
 
     def close(self, ids, stops):
@@ -41,7 +41,7 @@ class Encoder(chat.Encoder):
 
 def proposer(folder: Path, config: dict, encoder: Encoder, stops: tuple[str, ...]) -> Callable:
     """Returns a function propose(trajectory), which generates the agent's greedy reply, and returns
-    its token ids and its text. `config` is the content of the run's config.json."""
+    the reply's token ids and text. `config` is the content of the run's config.json."""
     s = SimpleNamespace(**config["settings"])
     machine = Machine(s)
     dtype = torch.bfloat16 if machine.bf16 else torch.float32

@@ -16,7 +16,7 @@ from lab.runfiles import agents_of, phases_of, rows_in, visible
 # The Okabe-Ito palette, which colour-blind readers can distinguish. The first colour is for the
 # target agent, the second for the failure agent. page.css uses the same two colours.
 COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00", "#8B5A2B", "#999999")
-# A user's own matplotlib settings do not apply. For example, text.usetex needs an installed LaTeX.
+# Ignore the user's own matplotlib settings. For example, text.usetex would require LaTeX.
 matplotlib.rcdefaults()
 # "svg.fonttype" keeps text as text in the SVG, and "text.parse_math" shows $ signs literally. The
 # fixed "svg.hashsalt" makes the SVG files of equal figures identical.
@@ -75,8 +75,8 @@ def shifted(points: list[tuple], n: int, count: int) -> list[tuple]:
 
 
 def label(ax, title: str, x: str = "", y: str = "") -> None:
-    """Writes the labels of a panel. Its y axis goes below 0 only if a curve does, because a reward
-    or a rate is never below 0. Intervals around the curves are cut off at 0."""
+    """Writes the labels of a panel. Unless a curve goes below 0, the y axis starts at 0 or above,
+    so that intervals do not suggest negative rewards or rates."""
     ax.set(title=title, xlabel=x, ylabel=y)
     # The caps of error bars are lines without a line style.
     curves = [line for line in ax.lines if line.get_linestyle() != "None"]
@@ -139,8 +139,8 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
 
 
 def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
-    """Returns the curves of a training log, {panel title: {curve name: [(step, y)]}}. A curve that
-    is alone in its panel has the name ""."""
+    """Returns the curves of a training log, {panel title: {curve name: [(step, y)]}}. Curves of
+    preference pairs are named after the kind of pair. All others have the name ""."""
     panels = defaultdict(lambda: defaultdict(list))
     for step in steps:
         for name, title in OF_STEPS.items():

@@ -35,7 +35,7 @@ from lab.runfiles import (
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # default maximum size of the compressed conversations in a page, in MB
-# Keys of a trajectory; the page includes only these
+# Keys of a trajectory that the page includes
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "turns", "ended", "messages")
 # A row with all keys in EPISODE is a trajectory, and a row with all keys in PAIR is a pair.
 EPISODE = {"task", *KEPT} - {"raw_reward"}
@@ -131,7 +131,7 @@ def conversations(run: Path, megabytes: float) -> dict:
 
 
 def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
-    """Yields (file, trajectory) for each trajectory of the finished phases, in their order."""
+    """Yields (file, trajectory) for each trajectory of the finished phases, phase by phase."""
     for output in phases:
         # GRPO writes its episodes into the agent's folder.
         file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"
@@ -146,7 +146,7 @@ def name_of(row: dict) -> tuple:
 
 
 def margins_of(run: Path, phases: dict) -> list[tuple[str, dict]]:
-    """Returns the agent of each training phase, and the rows of its margins.jsonl by pair."""
+    """Returns (agent, rows of margins.jsonl by pair) for each training phase."""
     trainings = []
     for phase in phases_with(phases, "name", "steps"):
         logged = rows_in(run / phase["output"] / "margins.jsonl")
@@ -165,9 +165,9 @@ def pairs_in(run: Path, recorded: dict, trainings: list[tuple[str, dict]]) -> It
     for row in rows_in(run / recorded["output"]):
         if PAIR <= row.keys():
             rows[name_of_pair(row)] = row
-    # Find the agent that was trained on these pairs. Its margins.jsonl contains no other pairs. If
-    # this holds for several agents, the one with the most pairs is chosen, because the pairs of one
-    # agent may be a subset of another agent's pairs.
+    # Find the agent that was trained on these pairs: its margins.jsonl contains no other pairs. If
+    # several agents match, choose the one with the most pairs, because the pairs of one agent may
+    # be a subset of another agent's pairs.
     trains, margins = "", {}
     for agent, of_agent in trainings:
         if of_agent.keys() <= rows.keys() and len(of_agent) > len(margins):

@@ -68,9 +68,11 @@ def code_changes(run: Path, others) -> list[str]:
 
 
 def first_difference(before: Path, after: Path) -> str:
-    """Returns the name of the first output that exists in both runs and differs between them, with
-    the difference. Evaluations are left out, because `--method evaluate` saves the evaluation of
-    any agent under the name of a run's first evaluation."""
+    """Returns the name of the first output that differs between two runs, and the difference.
+
+    Outputs of only one run are ignored. Evaluations are also ignored, because `--method evaluate`
+    saves the evaluation of any agent under the name that other runs use for their first evaluation.
+    """
     others = phases_of(after)
     for output, record in phases_of(before).items():
         if output in others and "split" not in record:

@@ -90,8 +90,8 @@ def needed_by(flags: str) -> list[str]:
 
 
 def filled(flags: str, folder: Path, seed: int) -> list[str]:
-    """Returns an arm's flags for its run with a seed. Values in braces are taken from the finished
-    runs in the study's `folder`."""
+    """Returns the flags of an arm for the run with this seed. Values in braces come from the
+    finished runs in the study's `folder`."""
     values = {}
     for other in needed_by(flags):
         values = taken_from(folder / f"{other}-s{seed}")
@@ -213,7 +213,8 @@ def finished(folder: Path) -> dict[str, Runs]:
 def ignored(settings: dict) -> set[str]:
     """Returns the names of settings that cannot explain a difference between two runs: the seed,
     settings marked as Free, which affect at most rounding, and settings that the method does not
-    read. Settings and methods of modified copies of the program are never ignored."""
+    read. Settings that only a modified copy of the program declares are never ignored, and its
+    methods count as reading every setting."""
     method = METHODS.get(settings["method"])
     reads = names_in(method.reads) if method else {*settings}
     return {"seed"} | {name for name in settings_of(Settings)
@@ -225,8 +226,8 @@ def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
     text).
 
     A setting is compared between the arms whose methods read it. In the other arms, and in runs
-    whose program did not have the setting, its value is "-". A setting that equals the setting it
-    follows, in every run, is left out.
+    whose program did not have the setting, its value is "-". A setting is left out if, in every
+    run, it equals the setting that it follows.
     """
     settings = {}  # arm -> settings of each of its runs
     for arm, by_seed in runs.items():

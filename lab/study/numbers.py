@@ -39,7 +39,7 @@ COSTS = ["steps of the target", "steps of all agents", "tokens of the target", "
 
 
 def grouped(rows: list[dict], keys: list[str]) -> dict[tuple, dict]:
-    """Returns the rows of each group (arm, values of the keys), by seed."""
+    """Groups rows by arm and by the values of the keys. Returns {(arm, values): {seed: row}}."""
     groups = defaultdict(dict)
     for row in rows:
         groups[row["arm"], tuple(row[key] for key in keys)][row["seed"]] = row
@@ -68,7 +68,8 @@ def paired(rows: list[dict], compared: list[tuple[str, str]], keys: list[str]) -
 
 
 def text_of(key: str, group: list[tuple]) -> str:
-    """Returns the values of a key in a group. If the rows of a seed differ, " - " joins them."""
+    """Returns the values of a key in a group, as text. Different values in the rows of a seed are
+    joined with " - "."""
     texts = {}
     for rows in group:
         texts[" - ".join(dict.fromkeys(str(row[key]) for row in rows))] = None
@@ -76,7 +77,7 @@ def text_of(key: str, group: list[tuple]) -> str:
 
 
 def interval(group: list[tuple], measure: str) -> dict:
-    """Computes the mean of a measure over seeds, or of its differences, and the 95% intervals.
+    """Computes the mean over seeds of a measure or of its differences, and the 95% intervals.
 
     Args:
         group: The rows of an arm, or of a pair of arms (see `single` and `paired`).
@@ -85,8 +86,8 @@ def interval(group: list[tuple], measure: str) -> dict:
         A dict with the number of seeds `n`, the `mean`, and `half`, which is half the width of the
         t interval over seeds. One seed has no t interval, so `half` is None. If the measure has one
         value per task, `low` and `high` are the bounds of the `bootstrap` interval. Differences are
-        computed per task, so both arms use the same tasks in each of its samples. A difference also
-        has `ahead`, the number of seeds on which the first arm is larger.
+        computed per task, so both arms use the same tasks in each of its samples. For a difference,
+        `ahead` is the number of seeds with a larger value in the first arm.
     """
     values = []
     for row, *others in group:
@@ -181,8 +182,8 @@ def evaluation_rows(runs: Runs) -> list[dict]:
 
 
 def sampling(settings: dict, rollouts: int) -> str:
-    """Describes how the episodes of an evaluation were sampled, such as "temperature 0.7, 5
-    rollouts". Training methods evaluate with greedy decoding, whatever --temperature is."""
+    """Describes how the episodes of an evaluation were sampled, for example "temperature 0.7, 5
+    rollouts". Training methods always evaluate with greedy decoding, whatever --temperature is."""
     temperature = settings["temperature"] if settings["method"] in evaluate.METHODS else 0
     text = f"temperature {temperature}" if temperature else "greedy"
     return f"{text}, {rollouts} rollouts" if rollouts > 1 else text
@@ -197,8 +198,8 @@ def after_the_last(evals: list[dict]) -> list[dict]:
 
 
 def average(of_envs: list[list[dict]]) -> list[dict]:
-    """Averages the last evaluations of each environment over the environments. An arm, agent, split
-    or seed that an environment lacks is left out."""
+    """Averages the last evaluations of each environment over the environments. A combination of
+    arm, agent, split and seed is left out if an environment lacks it."""
     same = defaultdict(list)
     for e in itertools.chain(*of_envs):
         same[e["arm"], e["agent"], e["split"], e["seed"]].append(e)
@@ -243,8 +244,8 @@ def shares(runs: Runs) -> list[dict]:
     """Returns one row per run and threshold, with the shares of three kinds of explored
     trajectories.
 
-    A success has reward 1. A negative has a reward below the threshold. A hard negative is a
-    failure with a reward of at least the threshold. Runs without explored trajectories are skipped.
+    A success has reward 1. A hard negative is a failure with a reward of at least the threshold.
+    Any other failure is a negative. Runs without explored trajectories are skipped.
     """
     rows = []
     for arm, seed, run in each(runs):

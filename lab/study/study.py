@@ -47,7 +47,7 @@ def make_runs(
         more: Further settings, as flags and values. A run gets those that its method uses.
     """
     settings = {arm: read_by(arm, [*arms], more) for arm in arms}
-    for arm, flags in arms.items():  # so that errors in settings appear before any run starts
+    for arm, flags in arms.items():  # report errors in settings before any run starts
         words = flags.format(steps=1, tasks=1, lambda_sft=1).split()
         parse(["--env", env, *settings[arm], *words], Settings, METHODS, environment)
     folder.mkdir(parents=True, exist_ok=True)  # the logs need this folder
@@ -76,8 +76,8 @@ def make_runs(
 
 
 def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
-    """Returns those flags in `more`, with their values, that an arm's method uses. Flags that no
-    arm of the study uses are also returned, so that parsing them raises an error."""
+    """Returns the flags in `more` that an arm's method uses, with their values. Flags that no arm
+    of the study uses are also returned, so that parsing them raises an error."""
     reads = {other: reads_of(other) for other in arms}
     others = set.union(*reads.values()) - reads[arm]
     kept = []
