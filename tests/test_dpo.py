@@ -4,10 +4,10 @@ import math
 import random
 from collections import Counter
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import make_model, plain_log_probs
 
 import dpo
@@ -51,8 +51,7 @@ def model():
 
 @pytest.mark.parametrize("tokens, passes", [(0, 5), (45, 3), (10_000, 1)])
 def test_log_probs_of_padded_forward_passes_are_those_of_plain_ones(tokens, passes, model):
-    one = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"),
-                          mixed_precision="no")  # the Accelerator of one process
+    one = Accelerator(cpu=True)
     batch = random_trajectories(20, 9, 15, 33, 4)
     batch[2].action_mask = [0] * 15  # a trajectory without action tokens
     never = (batch[0].ids[-1], 11)

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -36,8 +35,7 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 import coevolve
-from common import files
-from common.files import read_json, read_jsonl, write_json
+from common.files import read_json, read_jsonl, remove, write_json
 from dpo import Pair, Trajectory
 from engine import code, command, models, phases
 from engine.trajectories import write as write_jsonl
@@ -124,7 +122,7 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(new_run, small_model, t
 
 
 def delete(out, name):
-    files.remove(out / name)
+    remove(out / name)
 
 
 def halve(out, name):
@@ -365,7 +363,7 @@ def test_the_files_that_differ_between_two_records_of_code(tmp_path, monkeypatch
         (tmp_path / name).write_text(name)
     records = [code.code_now()]
     for words in "init", "add .", "-c user.name=a -c user.email=a commit -m a":
-        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+        code.git(*words.split())
     records.append(code.code_now())
     assert code.code_differences(*records) == []
     (tmp_path / "dpo.py").write_text("changed")
@@ -522,7 +520,6 @@ def test_a_signal_ends_a_process(variables, first, number, status, last, process
 
 @pytest.mark.parametrize("flags, variables, status, says", [
     (("--beta", -1), {}, 2, "--beta -1.0: must be above 0"),
-    ((), dict(LOCAL_RANK="3"), 2, "unset LOCAL_RANK, RANK and WORLD_SIZE"),
     ((), dict(WORLD_SIZE="four"), 2, "unset LOCAL_RANK, RANK and WORLD_SIZE"),
     ((), {}, 1, "KeyError: 'a bug'")])
 def test_a_usage_error_is_a_line_and_a_bug_a_traceback(
@@ -542,7 +539,7 @@ SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write_model", "lab.page
     (SAVE, FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
     (SAVE, torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
     (SAVE, RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
-    (PAGE, OSError(28, FULL), f"{FULL}; make room on the disk{RESUME}"),
+    (PAGE, OSError("no network"), f"no network{RESUME}"),
     (WRITE, ValueError("it refuses"), "an agent trained from it could not be saved: it refuses")])
 def test_an_error_of_the_machine_is_a_line_with_a_remedy(
         where, error, says, toy_run, monkeypatch, tmp_path):
