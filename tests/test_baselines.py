@@ -1,6 +1,5 @@
 """RFT, DART and PPO: by hand, and whole runs with a random model."""
 
-import math
 from collections import Counter
 from types import SimpleNamespace
 
@@ -97,7 +96,7 @@ def test_dart_samples_more_where_the_first_samples_failed_and_adds_each_success_
     extra = {task: [2, 5, 8, 10][n - 1] for task, n in failures.items()}
     assert Counter(e["task"] for e in more) == extra
     assert min(e["rollout"] for e in more) == 4
-    assert len({(e["task"], e["seed"]) for e in first + more}) == len(first + more)
+    assert len({e["seed"] for e in first + more}) == len(first + more)
     won = {(e["task"], e["messages"][1]["content"]) for e in first + more if e["reward"] == 1}
     added = [(e["task"], e["messages"][1]["content"]) for e in joined[TASKS:]]
     assert sorted(added) == sorted(key for key in won if key[1] != "c")  # not as the expert does
@@ -124,13 +123,12 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     seen, loss = [], baselines.ppo_loss
     monkeypatch.setattr(baselines, "ppo_loss", lambda policy, groups, **how: seen.append(
         (groups, how)) or loss(policy, groups, **how))
-    for name, value in dict(EPOCHS=3, BATCH=2, CLIP=0.3, KL=0.01).items():
-        monkeypatch.setattr(baselines, f"PPO_{name}", value)
+    monkeypatch.setattr(baselines, "PPO_BATCH", 2)
     r = run("ppo", iterations=2, rollouts=4, ppo_lr=1e-2)
     before, after = (r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2))
     assert before == pytest.approx(0, abs=1e-5) and after > 0.01
     for groups, how in seen:
-        assert how == dict(clip=0.3, kl=0.01)
+        assert how == dict(clip=0.2, kl=0.05)
         sampled = torch.tensor([x for t in dpo.trajectories_of(groups) for x in t.log_probs])
         assert torch.allclose(torch.cat([group.old_log_probs for group in groups]), sampled, atol=1e-4)
     # The first step's ratios are 1 and its divergences 0: its loss is - sum of A over tokens.
@@ -141,4 +139,4 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
         tokens += t.action_count
     steps = rows(r, "iter1/target-agent/train")
     assert steps[0]["loss"] == pytest.approx(-total / tokens, abs=1e-6)
-    assert len(steps) == 3 * math.ceil(TASKS / 2)
+    assert len(steps) == 2 * TASKS / 2  # of two epochs

@@ -114,8 +114,8 @@ def made(phase, *lists):
 def test_pairs_are_made_of_usable_trajectories():
     """A rollout that reached the context limit makes no pair, and the other failure pairs do not get
     its weight. Those of the buffer were counted in an earlier iteration."""
-    e, own, others, buffer = (rollouts(name, rewards) for name, rewards in [
-        ("expert", [1.0]), ("target", [0.5, 0.3, 0.2]), ("failure", [0.25]), ("before", [0.1, 0.3])])
+    e, own = rollouts("expert", [1.0]), rollouts("target", [0.5, 0.3, 0.2])
+    others, buffer = rollouts("failure", [0.25]), rollouts("before", [0.1, 0.3])
     own[1].ended = buffer[1].ended = "context_limit"
     own[2].action_mask = [0, 0]
     for phase, lists, expected in [
@@ -159,8 +159,8 @@ def played(encoder, agent, reward, replies, task="a", ended="done"):
 
 
 def test_groups_have_each_trajectory_once_and_truncate_rejected_ones(encoder):
-    e, t, f = (played(encoder, agent, reward, replies) for agent, reward, replies in [
-        ("expert", 1.0, 2), ("target", 0.5, 9), ("failure", 0.7, 8)])
+    e = played(encoder, "expert", 1.0, 2)
+    t, f = played(encoder, "target", 0.5, 9), played(encoder, "failure", 0.7, 8)
     other, another = (played(encoder, "target", 0.5, n, task="b") for n in (3, 2))
     experts = [e, replace(e, task="b")]
     pairs = [*coevolve.d_tgt(e, [t], [f], Settings())[0], Pair(FF, other, another)]

@@ -138,9 +138,9 @@ def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file):
 def test_an_agent_that_transformers_loads_and_a_run_that_resumes(
         file, small_model, tmp_path, capsys):
     out = tmp_path / "агент"
-    words = [str(file(rows(MINE))), "--model", str(small_model), "--out", str(out)]
-    flags = "--sft-lr 0.001 --dpo-lr 0.0001 --dpo-epochs 2 --max-tokens 512".split()
-    learn.main([*words, *flags])
+    words = (f"{file(rows(MINE))} --model {small_model} --out {out} --sft-lr 0.001 --dpo-lr 0.0001 "
+             "--dpo-epochs 2 --max-tokens 512").split()
+    learn.main(words)
     said = capsys.readouterr().out
     assert "3 pairs (2 expert>target, 1 failure>failure), 1 dropped (1 as good as the expert)" in said
     log = read_jsonl(out / "train.jsonl")  # SFT takes three steps, preferences two
@@ -155,7 +155,7 @@ def test_an_agent_that_transformers_loads_and_a_run_that_resumes(
     # The same command makes what is missing, and the same agent; the page of its run shows pairs.
     made = (out / "model.safetensors").read_bytes()
     shutil.rmtree(out / "run/iter1/target-agent")
-    learn.main([*words, *flags])
+    learn.main(words)
     said = capsys.readouterr().out
     assert "iter1/target-agent" in said and "sft-target" not in said
     assert (out / "model.safetensors").read_bytes() == made
@@ -190,26 +190,21 @@ def test_a_line_that_cannot_be_used_is_refused_with_its_number(file, change, say
 
 
 def test_parts_of_a_file_that_are_left_out(file):
-    """Blank lines, a byte order mark, the last message of the user, and fields of a run's file."""
-    long, short, full = rows(f"a 1.0 {'x' * 999}\na 0.25 leave\na 0.0 x")
+    """Blank lines, a byte order mark, the last message of the user, and fields of a run's file. A
+    reply of the opening is no action."""
+    long, short, full = rows(f"a 1.0 {'x' * 999}\na 0.25 OK/search/buy\na 0.0 x")
     end = dict(role="user", content="the end")
-    short |= dict(iteration=3, rollout=9, ids=[1], seed=4)
+    short |= dict(iteration=3, rollout=9, ids=[1], seed=4, turns=2, action_mask=[0, 0, 1, 1, 0, 1])
     full |= dict(ended="context_limit", turns=0, messages=[end])
     path = file([long, short | dict(messages=[*short["messages"], end]), full])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n") + b"\n \n")
     run = read(path, max_tokens=400)
-    assert [(t.rollout, t.messages) for t in run.trajectories] == [(3, short["messages"])]
+    [t] = run.trajectories
+    assert (t.rollout, t.messages, t.turns) == (3, short["messages"], 2)
+    assert (t.ids, t.action_mask) == Encoder(make_tokenizer("chatml")).encode(t.messages, 3)
     assert run.dropped == {"too long": 2}
     line = refusal(partial(read, max_tokens=1), path)
     assert "no trajectory is left: {'too long': 3}" in line and "--max-tokens 1" in line
-
-
-def test_replies_of_an_opening_are_no_actions(file):
-    [told] = rows("a 1.0 OK/search/buy")
-    [t] = read(file([told | dict(turns=2, action_mask=[0, 0, 1, 1, 0, 1])])).trajectories
-    encoder = Encoder(make_tokenizer("chatml"))
-    assert (t.ids, t.action_mask) == encoder.encode(told["messages"], 3)
-    assert t.turns == 2
 
 
 def test_more_than_two_agents_are_refused(file):

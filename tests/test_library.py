@@ -9,13 +9,11 @@ import pytest
 from conftest import ROOT
 from safetensors.torch import load_file
 
-DOCUMENT = (ROOT / "docs/library.md").read_text()
-[SCRIPT] = re.findall(r"```python\n(.*?)```", DOCUMENT, re.S)
-
 
 def test_the_script_trains_with_both_losses_and_saves_the_model(small_model, tmp_path, monkeypatch):
     saved = tmp_path / "saved"
-    (tmp_path / "script.py").write_text(SCRIPT)
+    [script] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.S)
+    (tmp_path / "script.py").write_text(script)
     monkeypatch.setattr(sys, "argv", ["script.py", str(small_model), str(saved)])
     names = runpy.run_path(str(tmp_path / "script.py"))
     *sft, preferences = names["log"]

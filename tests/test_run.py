@@ -530,12 +530,12 @@ def test_a_usage_error_is_a_line_and_a_bug_a_traceback(
     assert said.endswith(f"{says}\n") and ("Traceback" in said) == (status == 1)
 
 
-FULL = "No space left on device"
 SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write_model", "lab.page.page.make_page"
 
 
 @pytest.mark.parametrize("where, error, says", [
-    (SAVE, Exception(f"{FULL} (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),  # of tokenizers
+    # As tokenizers raises it
+    (SAVE, Exception("No space left on device"), f"No space left on device; make room on the disk{RESUME}"),
     (SAVE, FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
     (SAVE, torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
     (SAVE, RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
@@ -641,12 +641,10 @@ def change_config(folder, values):
 
 
 def add_weights(folder, names):
-    """Ties the head of a model, and adds weights of 32 numbers."""
-    own = load_file(folder / "model.safetensors")
-    del own["lm_head.weight"]
+    """Adds weights of 32 numbers to a model."""
+    file = folder / "model.safetensors"
     more = {name: torch.ones(32) for name in names}
-    save_file(own | more, folder / "model.safetensors", {"format": "pt"})
-    change_config(folder, dict(tie_word_embeddings=True))
+    save_file(load_file(file) | more, file, {"format": "pt"})
 
 
 @pytest.mark.parametrize("change, given, says", table("""

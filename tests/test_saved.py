@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -86,11 +85,9 @@ def test_a_missing_module_of_the_user_has_its_traceback(tmp_path):
 def test_a_gpu_is_noticed(devices, lists, found, tmp_path, monkeypatch):
     """WSL has no device of a GPU, and a container may have another than the first. A machine
     without NVIDIA's driver has no nvidia-smi."""
-    def nvidia_smi(*_, **__):
-        if not lists:
-            raise FileNotFoundError("nvidia-smi")
-        return SimpleNamespace(stdout=lists)
-
+    nvidia_smi = Mock(return_value=Mock(stdout=lists))
+    if not lists:
+        nvidia_smi.side_effect = FileNotFoundError
     for name in devices.split():
         (tmp_path / name).touch()
     monkeypatch.setattr(machine.subprocess, "run", nvidia_smi)
