@@ -2,6 +2,7 @@
 
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,20 +121,20 @@ def test_rollouts_without_another_to_compare_are_counted_and_leave_the_agent_as_
 
 def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     """The old log-probabilities equal the sampler's, apart from rounding."""
-    seen, loss = [], baselines.ppo_loss
-    monkeypatch.setattr(baselines, "ppo_loss", lambda policy, groups, **how: seen.append(
-        (groups, how)) or loss(policy, groups, **how))
+    loss = Mock(wraps=baselines.ppo_loss)
+    monkeypatch.setattr(baselines, "ppo_loss", loss)
     monkeypatch.setattr(baselines, "PPO_BATCH", 2)
     r = run("ppo", iterations=2, rollouts=4, ppo_lr=1e-2)
     before, after = (r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2))
     assert before == pytest.approx(0, abs=1e-5) and after > 0.01
-    for groups, how in seen:
-        assert how == dict(clip=0.2, kl=0.05)
+    seen = [call.args[1] for call in loss.call_args_list]
+    assert loss.call_args.kwargs == dict(clip=0.2, kl=0.05)
+    for groups in seen:
         sampled = torch.tensor([x for t in dpo.trajectories_of(groups) for x in t.log_probs])
         assert torch.allclose(torch.cat([group.old_log_probs for group in groups]), sampled, atol=1e-4)
     # The first step's ratios are 1 and its divergences 0: its loss is - sum of A over tokens.
     total = tokens = 0
-    for t in dpo.trajectories_of(seen[0][0]):
+    for t in dpo.trajectories_of(seen[0]):
         rewards = [e["reward"] for e in rows(r, "iter1/target") if e["task"] == t.task]
         total += t.action_count * (t.reward - (sum(rewards) - t.reward) / 3)
         tokens += t.action_count

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -295,23 +294,19 @@ def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, e
                   "--dpo-steps 3 --sft-epochs 3".split())
     outputs = "experts.jsonl sft-target sft-failure".split()
     for i in range(3):
-        outputs += [f"iter{i}/{name}" for name in (
-            "target.jsonl", "failure.jsonl", "pairs-failure.jsonl", "failure-agent",
-            "failure-again.jsonl", "pairs-target.jsonl", "target-agent") if i]
-        outputs += [f"eval-{i}-{agent}-{split}.jsonl" for agent in ("target", "failure")
-                    for split in Toy.test_splits]
+        if i:
+            outputs += [f"iter{i}/{name}" for name in (
+                "target.jsonl failure.jsonl pairs-failure.jsonl failure-agent failure-again.jsonl "
+                "pairs-target.jsonl target-agent").split()]
+        outputs += [f"eval-{i}-{agent}-test.jsonl" for agent in ("target", "failure")]
     assert [*read_json(out / "phases.json")] == outputs
     rates = [line["lr"] for line in read_jsonl(out / "sft-target/train.jsonl")]
     assert rates == pytest.approx([rates[0] * x for x in (1, 0.75, 0.25)])  # half of a cosine
     never = encoder.sampler().suppressed_ids
-    seeds = set()
     for agent, played in {"sft-failure": "failure", "iter1/failure-agent": "failure-again"}.items():
-        rows = read_jsonl(out / f"iter1/{played}.jsonl")
-        seeds |= {row["seed"] for row in rows}
-        for row in rows:
-            logs = plain_log_probs(model_in(out / agent), row["ids"], row["action_mask"], never, 2)
-            assert row["log_probs"] == pytest.approx(logs.tolist(), abs=1e-4)
-    assert len(seeds) == 2 * len(rows)
+        for t in read(out / f"iter1/{played}.jsonl"):
+            logs = plain_log_probs(model_in(out / agent), t.ids, t.action_mask, never, 2)
+            assert t.log_probs == pytest.approx(logs.tolist(), abs=1e-4)
     for pairs, expected in {
             "iter1/pairs-failure": "t10 f10", "iter1/pairs-target": "e00 t10 f11",
             "iter2/pairs-failure": "t10 f10 f11 t20 f20", "iter2/pairs-target": "e00 t20 f21"}.items():
@@ -327,8 +322,8 @@ def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, e
 def test_by_default_preference_training_begins_with_ln_2_in_each_iteration(toy_run, capsys):
     """pi_ref is the agent at the start of the iteration."""
     out = toy_run("--iterations", 2, "--temperature", 2)
-    for i, agent in product([1, 2], ["target", "failure"]):
-        first = read_jsonl(out / f"iter{i}/{agent}-agent/train.jsonl")[0]
+    for agent in "iter1/target", "iter1/failure", "iter2/target", "iter2/failure":
+        first = read_jsonl(out / f"{agent}-agent/train.jsonl")[0]
         assert first["dpo"] == pytest.approx(math.log(2), abs=1e-4)
     said = capsys.readouterr().out
     assert "first DPO loss" not in said and "gradient was 0" not in said
@@ -352,7 +347,7 @@ def test_a_fixed_failure_agent_from_a_folder(toy_run, toy):
     """It is not trained, stays as it is, and its training log is not copied."""
     given = toy[0] / "sft-failure"
     out = toy_run("--failure-from", given, "--d-fail", "none")
-    assert read_jsonl(out / "iter1/pairs-failure.jsonl") == [] and not (out / "sft-failure").exists()
+    assert not (out / "sft-failure").exists()
     assert read_json(out / "phases.json")["iter1/failure-agent"]["steps"] == 0
     compared = filecmp.dircmp(given, out / "iter1/failure-agent")
     assert compared.left_only == ["train.jsonl"] and not compared.right_only + compared.diff_files
@@ -381,9 +376,9 @@ def test_an_expert_that_the_tokenizer_misspells_is_dropped(new_run, capsys):
     experts = run.once("experts.jsonl", collect_experts, None)
     assert [t.task for t in experts] == [f"toy-train-{n}" for n in range(4, 8)]
     assert run.done["experts.jsonl"]["dropped"] == {"misread once decoded": 4}
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "tokenizer" in line]
-    assert line == ("experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into "
-                    "'small tea , sugar', which changes the reward of toy-train-0; use another model")
+    assert capsys.readouterr().out.count(
+        "experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into "
+        "'small tea , sugar', which changes the reward of toy-train-0; use another model") == 1
 
 
 def test_a_setting_without_a_type_is_refused():

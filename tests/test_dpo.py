@@ -116,15 +116,12 @@ def test_equation_9_and_its_gradient_equal_brute_force(reduction):
     assert statistics["failure>failure"] == pytest.approx(sums)
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda losses, margin: (losses.mean(), margin),
-     r"3 pairs have a loss, .* of shape \(\); give one number per pair"),
-    (lambda losses, margin: (losses, margin[:1]), r"of shape \(1,\)")])
-def test_a_loss_needs_one_number_per_pair(change, says, model, monkeypatch):
+@pytest.mark.parametrize("losses, margin, shape", [
+    (torch.tensor(0.7), torch.ones(3), r"\(\)"), (torch.ones(3), torch.ones(1), r"\(1,\)")])
+def test_a_loss_needs_one_number_per_pair(losses, margin, shape, model, monkeypatch):
     """Otherwise it would be broadcast, and the weights of the pairs would have no effect."""
-    whole = dpo.dpo_loss
-    monkeypatch.setattr(dpo, "dpo_loss", lambda *given: change(*whole(*given)))
-    with pytest.raises(ValueError, match=says):
+    monkeypatch.setattr(dpo, "dpo_loss", lambda *_: (losses, margin))
+    with pytest.raises(ValueError, match=f"3 pairs have .* of shape {shape}; give one number per"):
         loss_of(model, [group()])
 
 
@@ -141,11 +138,14 @@ def trained(steps, tokens=10_000, model=None):
 
 
 def test_micro_batches_give_the_step_of_the_whole_batch():
-    """The first batch has three groups of 48 tokens, so the limit splits it in two."""
+    """A group has 48 tokens, with padding."""
     def steps():
         groups = [group(str(i), seed=i) for i in range(4)]
         return [groups[:3], groups[3:]]
 
+    for tokens, sizes in (95, [1, 1, 1]), (96, [2, 1]):
+        made = dpo.micro_batches(steps()[0], partial(dpo.fits_in_pass, tokens=tokens))
+        assert [*map(len, made)] == sizes
     whole, log = trained(steps())
     parts, log_of_parts = trained(steps(), tokens=96)
     torch.testing.assert_close(whole, parts, atol=1e-9, rtol=0)
@@ -161,10 +161,11 @@ def test_micro_batches_give_the_step_of_the_whole_batch():
 def test_steps_are_adamw_on_the_mean_gradient(most, decay):
     """AdamW's state after step 1 has the clipped gradient. The learning rate applies to all parameter
     groups. The embedding of the pad token is trained, since it may also end turns."""
-    batch = [Group([t]) for t in random_trajectories(9, 13)]
+    trajectories = random_trajectories(9, 13)
+    batch = [Group([t]) for t in trajectories]
     rates = [1e-3, 5e-4]
     model = make_model(VOCABULARY, seed=3).eval()
-    model.get_input_embeddings().padding_idx = batch[0].trajectories[0].ids[3]
+    model.get_input_embeddings().padding_idx = trajectories[0].ids[3]
     first, *others = model.parameters()
     optimizer = torch.optim.AdamW([dict(params=[first], lr=9.0), dict(params=others)],
                                   weight_decay=decay)
@@ -175,10 +176,10 @@ def test_steps_are_adamw_on_the_mean_gradient(most, decay):
     after = weights(model)
     model = make_model(VOCABULARY, seed=3)
     adamw = torch.optim.AdamW(model.parameters(), weight_decay=decay)
-    tokens = sum(sum(g.trajectories[0].action_mask[1:]) for g in batch)
+    tokens = sum(sum(t.action_mask[1:]) for t in trajectories)
     for line, rate in zip(log, rates, strict=True):
         # Eq. (5), as a mean over the batch's action tokens
-        loss = -sum(log_p(model, g.trajectories[0]) for g in batch) / tokens
+        loss = -sum(log_p(model, t) for t in trajectories) / tokens
         adamw.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most).item()
@@ -241,10 +242,3 @@ def test_batches_have_every_group_once_in_each_epoch_and_keep_tasks_whole():
         group.pairs = []
     made = dpo.batches(groups, 3, random.Random(0), epochs=2)
     assert [len(batch) for batch in made] == [3, 3, 2] * 2
-
-
-def test_the_size_of_micro_batches():
-    groups = [group(str(n), n) for n in range(4)]  # of 3 x 16 tokens each, with padding
-    for tokens, sizes in [(1, [1] * 4), (95, [1] * 4), (96, [2, 2])]:
-        parts = dpo.micro_batches(groups, partial(dpo.fits_in_pass, tokens=tokens))
-        assert [*map(len, parts)] == sizes
