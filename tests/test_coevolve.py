@@ -100,7 +100,7 @@ def test_pairs_by_hand(expert, own, others, settings, pairs):
         if s.d_fail == "all":
             comparisons = math.comb(len(own + others), 2)
     assert brief(found) == pairs
-    assert len(found) + len(reasons) == comparisons and all(isinstance(r, str) for r in reasons)
+    assert len(found) + len(reasons) == comparisons
 
 
 def made(phase, *lists):

@@ -48,7 +48,6 @@ def test_wrong_arguments_are_refused(small_run, tmp_path):
     assert chosen(shop, "webshop-test-0") == "webshop-test-0"  # the goal 0 of a real server
     assert chosen(shop, "test") in shop.tasks("test")
     torn = shutil.copytree(small_run, tmp_path / "run")
-    shutil.rmtree(torn / "iter1/failure-agent")
     (torn / "iter1/target-agent/model.safetensors").write_bytes(b"torn")
     refused(lambda *argv: main([*argv]), [
         ("", "name an environment"),
@@ -56,7 +55,7 @@ def test_wrong_arguments_are_refused(small_run, tmp_path):
         ("webshop --mysql-url mysql://a@b", "unrecognized arguments: --mysql-url"),
         (f"intercodesql --agent {small_run}", "was trained on webshop, not on"),
         *[(f"webshop --agent {torn / name}", f"--agent {torn / name}: neither a run with")
-          for name in ("iter9/target-agent", "iter1/failure-agent", "iter1")],
+          for name in ("iter9/target-agent", "iter1")],
         (f"webshop --agent {torn}", f"{torn}/iter1/target-agent")])
 
 

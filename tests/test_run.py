@@ -315,9 +315,6 @@ def test_invalid_inputs_of_a_phase_are_refused(new_run):
 # --------------------------------------------------------------------------------- edited files
 
 
-SIDE = '{"agent": "target", "iteration": 1, "rollout":'
-
-
 @pytest.mark.parametrize("name, line, says", table("""
     target -> {"ids": null} -> 'ids' is missing
     target -> {"mine": 1} -> a trajectory has no field 'mine'
@@ -331,12 +328,12 @@ SIDE = '{"agent": "target", "iteration": 1, "rollout":'
     target -> {"ids": [1, -2], "action_mask": [0, 1], "log_probs": []} -> are in the vocabulary
     target -> {"ids": [1, 9999], "action_mask": [0, 1], "log_probs": []} -> are in the vocabulary
     pairs-target -> {"weight": -1} -> weight is -1, below 0
-    pairs-target -> {"chosen": SIDE 7}} -> rollout 7, but the inputs of its phase have no such
+    pairs-target -> {"chosen": {"agent": "target", "iteration": 1, "rollout": 7}} -> rollout 7, but the inputs of its phase have no such
     pairs-target -> {"chosen": {"agent": "target"}} -> 'iteration' is missing
 """))
 def test_an_invalid_edit_is_refused_with_file_and_line(name, line, says, again, tmp_path):
     name = f"iter1/{name}.jsonl"
-    said = refusal(again, edit, name, line.replace("SIDE", SIDE))
+    said = refusal(again, edit, name, line)
     assert said.startswith(f"{tmp_path / 'run' / name}, line 2: ") and says in said
 
 
