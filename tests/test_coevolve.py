@@ -273,8 +273,8 @@ def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0
     ("positive", "target", {"expert>target", "expert>positive", FF}, 0.1)])
 def test_eto_and_the_control_are_dpo_alone(method, agent, kinds, lambda_sft, toy_run):
     """The loss of one batch. pi_ref is 1, so that margins are not 0."""
-    out = toy_run(*"--temperature 2 --reference none --dpo-batch 100 --rollouts 2 --dpo-epochs 2 "
-                  "--denominator pairs --method".split(), method)
+    out = toy_run("--method", method, *"--temperature 2 --reference none --dpo-batch 100 "
+                  "--rollouts 2 --dpo-epochs 2 --denominator pairs".split())
     pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
     assert {row["kind"] for row in pairs} == kinds
     assert lambda_sft or {row["weight"] for row in pairs} == {1.0}
@@ -376,9 +376,10 @@ def test_an_expert_that_the_tokenizer_misspells_is_dropped(new_run, capsys):
     experts = run.once("experts.jsonl", collect_experts, None)
     assert [t.task for t in experts] == [f"toy-train-{n}" for n in range(4, 8)]
     assert run.done["experts.jsonl"]["dropped"] == {"misread once decoded": 4}
-    assert capsys.readouterr().out.count(
-        "experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into "
-        "'small tea , sugar', which changes the reward of toy-train-0; use another model") == 1
+    said = capsys.readouterr().out
+    assert said.count("the tokenizer turns") == 1
+    assert ("experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into 'small tea "
+            ", sugar', which changes the reward of toy-train-0; use another model") in said
 
 
 def test_a_setting_without_a_type_is_refused():

@@ -434,7 +434,7 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
         {new} {toy[0]}@{PLAYED} --model {ROOT}/tiny -> the run has other values of model (
         {new} {toy[0]}@{PLAYED} --protocol eto --prompts {ROOT} -> the run has other values of protocol (ours
     """),
-        (f"--out {incomplete} --beta 0.2", "beta (0.1 -> 0.2), beta_later (0.5 -> 0.2); give another"),
+        (f"--out {incomplete} --beta 0.2", "beta (0.1 -> 0.2), beta_later (0.5 -> 0.2); give"),
         (f"{new} {toy[0]}@{PLAYED} --view short", "view (full -> short); give the same")])
     for name in "iter1/../../older", str(older), ".":  # of a damaged phases.json
         write_json(incomplete / "phases.json", {name: {}} | records)
@@ -532,7 +532,7 @@ SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write_model", "lab.page
 
 @pytest.mark.parametrize("where, error, says", [
     # As tokenizers raises it
-    (SAVE, Exception("No space left on device"), f"No space left on device; make room on the disk{RESUME}"),
+    (SAVE, Exception("No space left on device"), f"device; make room on the disk{RESUME}"),
     (SAVE, FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
     (SAVE, torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
     (SAVE, RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),

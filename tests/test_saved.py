@@ -33,7 +33,7 @@ def test_all_files_of_a_run_and_its_branch_have_the_mode_of_the_umask(
 
 
 def test_a_model_that_this_user_may_not_read_is_not_called_damaged(small_model, monkeypatch):
-    """An error of another kind would be."""
+    """A UsageError would be."""
     monkeypatch.setattr(os, "access", lambda file, how: file.name != "model.safetensors")
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Mock(
         side_effect=PermissionError(13, "Permission denied")))
