@@ -188,11 +188,6 @@ def test_a_base_on_the_hub_is_identified_by_its_commit(new_run, small_model, tmp
     models.commit_of.cache_clear()
 
 
-TRL = {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected",
-       "rewards/margins": "margin", "rewards/accuracies": "accuracy",
-       "logps/chosen": "chosen", "logps/rejected": "rejected"}
-
-
 def test_more_iterations_continue_a_run_its_log_and_its_trackers(toy_run, monkeypatch):
     seen = {}  # logged by the tracker: step -> numbers
     monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.update({step: numbers}))
@@ -215,7 +210,9 @@ def test_more_iterations_continue_a_run_its_log_and_its_trackers(toy_run, monkey
     assert ">" not in str(seen)
     line, numbers = lines[-3], seen[len(lines) - 2]
     assert numbers["iter2/target-agent/grad_norm"] == line["norm"]
-    for name, own in TRL.items():
+    for name, own in {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected",
+                      "rewards/margins": "margin", "rewards/accuracies": "accuracy",
+                      "logps/chosen": "chosen", "logps/rejected": "rejected"}.items():
         name = f"iter2/target-agent/{name}/expert_over_target"
         assert numbers[name] == line["kinds"]["expert>target"][own]
 
