@@ -32,6 +32,11 @@ def log_p(model, t):
     return plain_log_probs(model, t.ids, t.action_mask).sum()
 
 
+def gradients(model, loss):
+    found = torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
+
+
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -45,7 +50,7 @@ def model():
 # ----------------------------------------------------------------------------- log-probabilities
 
 
-@pytest.mark.parametrize("tokens, passes", [(0, 5), (45, 3), (10_000, 1)])
+@pytest.mark.parametrize("tokens, passes", [(0, 5), (45, 3)])
 def test_log_probs_of_padded_forward_passes_are_those_of_plain_ones(tokens, passes, model):
     one = Accelerator(cpu=True)
     batch = random_trajectories(20, 9, 15, 33, 4)
@@ -112,8 +117,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(reduction):
     expected = of_dpo + of_sft
     by_hand = dict(loss=expected.item(), dpo=of_dpo.item(), sft=of_sft.item())
     assert {name: value.item() for name, value in losses.items()} == pytest.approx(by_hand, abs=1e-9)
-    (losses["loss"] - expected).backward()
-    assert max(p.grad.abs().max() for p in model.parameters()) < 1e-9
+    assert gradients(model, losses["loss"] - expected).abs().max() < 1e-9
     assert statistics["failure>failure"] == pytest.approx(sums)
 
 

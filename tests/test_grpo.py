@@ -75,7 +75,7 @@ def test_the_losses_by_hand():
     assert gradient == pytest.approx([-1, 0, -.5, 4, 0, -0.1 * math.log(2)], abs=1e-6)
 
 
-@pytest.mark.parametrize("d", [-99.0, 1.0, 19.9, 21.0, 1e4])
+@pytest.mark.parametrize("d", [-99.0, 19.9, 21.0, 1e4])
 def test_k3_far_from_the_reference_stays_finite_and_pulls_back(d):
     """Without an advantage the loss is beta k3. Above 20 nats, exp(d) continues as its tangent."""
     near = min(d, 20.0)

@@ -442,8 +442,7 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
 
 def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
     with FileLock(tmp_path / "run/lock"):
-        line = refusal(again)
-    assert f"--out {tmp_path / 'run'}: another process is running in this folder" in line
+        assert "run: another process is running in this folder" in refusal(again)
     assert again(flags=("--slots", 2, "--tokens-per-forward", 99)) == set()  # free settings
 
 
