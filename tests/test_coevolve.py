@@ -1,12 +1,12 @@
 """The method: pairs by hand, the training data of each agent, and losses of whole runs. Values that
 the loop passes from phase to phase, and the settings."""
 
+import filecmp
 import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +21,7 @@ from common.settings import UsageError, settings_of, values_of
 from dpo import Pair, Trajectory
 from engine.chat import Encoder
 from engine.experts import collect_experts
+from engine.trajectories import read
 from environments import environment
 
 FF = "failure>failure"
@@ -45,9 +46,6 @@ def brief(pairs):
         sides = " > ".join(f"{t.agent[0]}{t.rollout}" for t in (pair.chosen, pair.rejected))
         texts.append(f"{sides}  {pair.weight:.2g}, {pair.sft_weight:.2g}")
     return "; ".join(texts)
-
-
-BOTH = "e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5"
 
 
 @pytest.mark.parametrize("expert, own, others, settings, pairs", table("""
@@ -99,7 +97,7 @@ def test_pairs_by_hand(expert, own, others, settings, pairs):
         if s.d_fail == "all":
             comparisons = math.comb(len(own + others), 2)
     assert brief(found) == pairs
-    assert len(found) + len(reasons) == comparisons and all(isinstance(r, str) for r in reasons)
+    assert len(found) + len(reasons) == comparisons and None not in reasons
 
 
 def made(phase, *lists):
@@ -112,12 +110,13 @@ def made(phase, *lists):
 def test_pairs_are_made_of_usable_trajectories():
     """A rollout that reached the context limit makes no pair, and the other failure pairs do not get
     its weight. Those of the buffer were counted in an earlier iteration."""
-    e, own, others, buffer = (rollouts(name, rewards) for name, rewards in [
-        ("expert", [1.0]), ("target", [0.5, 0.3, 0.2]), ("failure", [0.25]), ("before", [0.1, 0.3])])
+    e, own = rollouts("expert", [1.0]), rollouts("target", [0.5, 0.3, 0.2])
+    others, buffer = rollouts("failure", [0.25]), rollouts("before", [0.1, 0.3])
     own[1].ended = buffer[1].ended = "context_limit"
     own[2].action_mask = [0, 0]
     for phase, lists, expected in [
-            (coevolve.target_pairs, [own, others], f"{BOTH}; t0 > f0  0.33, 0"),
+            (coevolve.target_pairs, [own, others],
+             "e0 > t0  0.5, 0.5; e0 > f0  0.5, 0.5; t0 > f0  0.33, 0"),
             (coevolve.failure_pairs, [own, others], "t0 > f0  1, 0"),
             (coevolve.failure_pairs, [own, others, buffer],
              "t0 > f0  1, 0; t0 > b0  1, 0; f0 > b0  1, 0"),
@@ -126,19 +125,15 @@ def test_pairs_are_made_of_usable_trajectories():
         assert brief(pairs) == expected
         kinds = Counter(pair.kind for pair in pairs)
         assert (numbers, said) == (dict(pairs=kinds, dropped={"too long": 2}), [])
-    pairs, _, [line] = made(coevolve.eto_pairs, e, own[1:])
-    assert not pairs and "no pairs, since {'too long': 2}; give more --rollouts" in line
 
 
 def test_equal_tokens_with_different_rewards_make_no_pair_and_are_named():
-    """For example if a goal's price limit is random. The weights leave out such comparisons."""
-    [e], [same, other], [copy] = (rollouts(name, rewards) for name, rewards in [
-        ("expert", [1.0]), ("target", [0.5, 0.25]), ("failure", [0.75])])
-    same.ids, copy.ids = e.ids, other.ids
-    pairs, numbers, [line] = made(coevolve.target_pairs, [e], [same, other], [copy])
-    assert brief(pairs) == "e0 > t1  0.5, 0.5; e0 > f0  0.5, 0.5; f0 > t0  0.5, 0"
-    assert numbers["dropped"] == {SAME: 2}
-    assert line.startswith(f"pairs.jsonl: {SAME}, first in task a; check that the tokenizer")
+    """For example if a goal's price limit is random."""
+    [e], own, others = (rollouts("same", [reward]) for reward in (1.0, 0.5, 0.75))
+    _, numbers, (same, none) = made(coevolve.target_pairs, [e], own, others)
+    assert numbers["dropped"] == {SAME: 3}
+    assert same.startswith(f"pairs.jsonl: {SAME}, first in task a; check that the tokenizer")
+    assert none.startswith("pairs.jsonl: no pairs, since {'equal tokens")
 
 
 # ------------------------------------------------------------------- from pairs to training data
@@ -161,8 +156,8 @@ def played(encoder, agent, reward, replies, task="a", ended="done"):
 
 
 def test_groups_have_each_trajectory_once_and_truncate_rejected_ones(encoder):
-    e, t, f = (played(encoder, agent, reward, replies) for agent, reward, replies in [
-        ("expert", 1.0, 2), ("target", 0.5, 9), ("failure", 0.7, 8)])
+    e = played(encoder, "expert", 1.0, 2)
+    t, f = played(encoder, "target", 0.5, 9), played(encoder, "failure", 0.7, 8)
     other, another = (played(encoder, "target", 0.5, n, task="b") for n in (3, 2))
     experts = [e, replace(e, task="b")]
     pairs = [*coevolve.d_tgt(e, [t], [f], Settings())[0], Pair(FF, other, another)]
@@ -193,8 +188,6 @@ def test_failures_that_are_equal_once_the_rejected_one_is_truncated_are_dropped(
     e = played(encoder, "expert", 1.0, 1)
     short, long = played(encoder, "target", 0.5, 2), played(encoder, "target", 0.25, 3)
     s = Settings(cut_turns=cut_turns, rejected_ends=ends)
-    [group], _ = coevolve.preference_groups([Pair(FF, long, short)], [e], s, encoder)
-    assert group.pairs[0].chosen == long
     groups, reasons = coevolve.preference_groups([Pair(FF, short, long)], [e], s, encoder)
     assert (len(groups), reasons) == (1 - dropped, ["equal once truncated"] * dropped)
 
@@ -222,31 +215,20 @@ def model_in(folder):
 
 
 def log_p(folder, t):
-    """Returns log pi(e|u) of a row of a trajectory file, by transformers alone."""
-    return plain_log_probs(model_in(folder), t["ids"], t["action_mask"]).sum().item()
+    """Returns log pi(e|u) of a trajectory, by transformers alone."""
+    return plain_log_probs(model_in(folder), t.ids, t.action_mask).sum().item()
 
 
 def test_sft_is_the_mean_over_the_experts_action_tokens(toy, small_model):
     """Eight experts are in one batch, so the agents differ only by rounding, which is printed."""
     run, said = toy
-    experts = read_jsonl(run / "experts.jsonl")
-    total = sum(log_p(small_model, row) for row in experts)
-    tokens = sum(sum(row["action_mask"][1:]) for row in experts)
+    experts = read(run / "experts.jsonl")
+    total = sum(log_p(small_model, t) for t in experts)
+    tokens = sum(t.action_count for t in experts)
     for agent in "sft-target", "sft-failure":
         [line] = read_jsonl(run / f"{agent}/train.jsonl")
         assert line["loss"] == pytest.approx(-total / tokens, rel=1e-5)
     assert said.count("failure and target are identical after SFT, up to rounding, because all") == 1
-
-
-def test_rollouts_are_sampled_with_their_own_seeds_and_evaluations_are_greedy(small_run):
-    experts, evaluated = (read_jsonl(small_run / f"{name}.jsonl") for name in (
-        "experts", "eval-1-target-test"))
-    for name in "target", "failure":
-        rows = read_jsonl(small_run / f"iter1/{name}.jsonl")
-        expected = product([row["task"] for row in experts], [0, 1])
-        assert [(row["task"], row["rollout"]) for row in rows] == [*expected]
-        assert len({row["seed"] for row in rows}) == len(rows)
-    assert not any(row["log_probs"] for row in evaluated)
 
 
 def test_the_numbers_of_episodes_by_hand():
@@ -258,36 +240,28 @@ def test_the_numbers_of_episodes_by_hand():
         idle=0.2, turn_limit=0.25))
 
 
-def side_name(task, side):
-    return task, side["agent"], side["iteration"], side["rollout"]
-
-
 def sides(out, pairs):
     """Returns the sides of the pairs in a file, such as "t10": the target, iteration 1, rollout 0."""
-    return {"{1:.1}{2}{3}".format(*side_name(row["task"], row[side]))
+    return {"{agent:.1}{iteration}{rollout}".format(**row[side])
             for row in read_jsonl(out / f"{pairs}.jsonl") for side in ("chosen", "rejected")}
 
 
-def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0.0, by_weights=True):
-    """Returns Eq. (9) of all pairs of an agent in iteration i, with forward passes of transformers.
-    `reference` is a folder in `out`. Without it, pi_ref is 1."""
+def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0.0):
+    """Returns Eq. (9) of all pairs of an agent in iteration i, with forward passes of transformers,
+    as a mean over the pairs. `reference` is a folder in `out`. Without it, pi_ref is 1."""
     policy = f"sft-{agent}" if i == 1 else f"iter{i - 1}/{agent}-agent"
-    logs, ratios = {}, {}  # of each trajectory
-    for file in [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]:
-        for t in read_jsonl(file):
-            if "ids" in t:
-                name = side_name(t["task"], t)
-                logs[name] = log_p(out / policy, t)
-                ratios[name] = logs[name] - (log_p(out / reference, t) if reference else 0.0)
-    total = weights = 0.0
-    rows = read_jsonl(out / f"iter{i}/pairs-{agent}.jsonl")
-    for row in rows:
-        w, l = (side_name(row["task"], row[side]) for side in ("chosen", "rejected"))
-        margin = beta * (ratios[w] - ratios[l])
-        total += lambda_dpo * row["weight"] * math.log1p(math.exp(-margin))
-        total -= lambda_sft * row["sft_weight"] * logs[w]
-        weights += row["weight"]
-    return total / (weights if by_weights else len(rows))
+    files = [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]
+    played = [read(file) for file in files if "pairs" not in file.name]
+    pairs = read(out / f"iter{i}/pairs-{agent}.jsonl", played)
+    total = 0.0
+    for pair in pairs:
+        w, l = (log_p(out / policy, t) for t in (pair.chosen, pair.rejected))
+        ref_w, ref_l = (log_p(out / reference, t) if reference else 0.0
+                        for t in (pair.chosen, pair.rejected))
+        margin = beta * ((w - ref_w) - (l - ref_l))
+        total += lambda_dpo * pair.weight * math.log1p(math.exp(-margin))
+        total -= lambda_sft * pair.sft_weight * w
+    return total / len(pairs)
 
 
 @pytest.mark.parametrize("method, agent, kinds, lambda_sft", [
@@ -297,8 +271,8 @@ def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0
     ("positive", "target", {"expert>target", "expert>positive", FF}, 0.1)])
 def test_eto_and_the_control_are_dpo_alone(method, agent, kinds, lambda_sft, toy_run):
     """The loss of one batch. pi_ref is 1, so that margins are not 0."""
-    out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, "--method", method,
-                  "--rollouts", 2, "--dpo-epochs", 2)
+    out = toy_run("--method", method, *"--temperature 2 --reference none --dpo-batch 100 "
+                  "--rollouts 2 --dpo-epochs 2 --denominator pairs".split())
     pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
     assert {row["kind"] for row in pairs} == kinds
     assert lambda_sft or {row["weight"] for row in pairs} == {1.0}
@@ -318,23 +292,19 @@ def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, e
                   "--dpo-steps 3 --sft-epochs 3".split())
     outputs = "experts.jsonl sft-target sft-failure".split()
     for i in range(3):
-        outputs += [f"iter{i}/{name}" for name in (
-            "target.jsonl", "failure.jsonl", "pairs-failure.jsonl", "failure-agent",
-            "failure-again.jsonl", "pairs-target.jsonl", "target-agent") if i]
-        outputs += [f"eval-{i}-{agent}-{split}.jsonl" for agent in ("target", "failure")
-                    for split in Toy.test_splits]
+        if i:
+            outputs += [f"iter{i}/{name}" for name in (
+                "target.jsonl failure.jsonl pairs-failure.jsonl failure-agent failure-again.jsonl "
+                "pairs-target.jsonl target-agent").split()]
+        outputs += [f"eval-{i}-{agent}-test.jsonl" for agent in ("target", "failure")]
     assert [*read_json(out / "phases.json")] == outputs
     rates = [line["lr"] for line in read_jsonl(out / "sft-target/train.jsonl")]
     assert rates == pytest.approx([rates[0] * x for x in (1, 0.75, 0.25)])  # half of a cosine
     never = encoder.sampler().suppressed_ids
-    seeds = set()
     for agent, played in {"sft-failure": "failure", "iter1/failure-agent": "failure-again"}.items():
-        rows = read_jsonl(out / f"iter1/{played}.jsonl")
-        seeds |= {row["seed"] for row in rows}
-        for row in rows:
-            logs = plain_log_probs(model_in(out / agent), row["ids"], row["action_mask"], never, 2)
-            assert row["log_probs"] == pytest.approx(logs.tolist(), abs=1e-4)
-    assert len(seeds) == 2 * len(rows)
+        for t in read(out / f"iter1/{played}.jsonl"):
+            logs = plain_log_probs(model_in(out / agent), t.ids, t.action_mask, never, 2)
+            assert t.log_probs == pytest.approx(logs.tolist(), abs=1e-4)
     for pairs, expected in {
             "iter1/pairs-failure": "t10 f10", "iter1/pairs-target": "e00 t10 f11",
             "iter2/pairs-failure": "t10 f10 f11 t20 f20", "iter2/pairs-target": "e00 t20 f21"}.items():
@@ -342,7 +312,7 @@ def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, e
     for i, beta, lr in (1, 0.2, 1e-3), (2, 0.7, 3e-4):
         for agent, lambdas, steps in ("failure", (1.0, 0.0), 2), ("target", (0.5, 0.3), 3):
             line, *more = read_jsonl(out / f"iter{i}/{agent}-agent/train.jsonl")
-            loss = first_loss(out, agent, i, beta, f"sft-{agent}", *lambdas, by_weights=False)
+            loss = first_loss(out, agent, i, beta, f"sft-{agent}", *lambdas)
             assert (line["loss"], line["lr"]) == (pytest.approx(loss, rel=1e-4), lr)
             assert 1 + len(more) == steps
 
@@ -350,8 +320,8 @@ def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, e
 def test_by_default_preference_training_begins_with_ln_2_in_each_iteration(toy_run, capsys):
     """pi_ref is the agent at the start of the iteration."""
     out = toy_run("--iterations", 2, "--temperature", 2)
-    for i, agent in product([1, 2], ["target", "failure"]):
-        first = read_jsonl(out / f"iter{i}/{agent}-agent/train.jsonl")[0]
+    for agent in "iter1/target", "iter1/failure", "iter2/target", "iter2/failure":
+        first = read_jsonl(out / f"{agent}-agent/train.jsonl")[0]
         assert first["dpo"] == pytest.approx(math.log(2), abs=1e-4)
     said = capsys.readouterr().out
     assert "first DPO loss" not in said and "gradient was 0" not in said
@@ -366,8 +336,7 @@ def test_another_first_loss_and_a_gradient_of_0_are_named(toy_run, monkeypatch, 
     monkeypatch.setattr(dpo, "dpo_loss", detached)
     toy_run("--temperature", 2)
     said = capsys.readouterr().out
-    for agent in "target", "failure":
-        assert f"iter1/{agent}-agent: the first DPO loss is 1.386, and Eq. (7) gives 0.693" in said
+    assert said.count("-agent: the first DPO loss is 1.386, and Eq. (7) gives 0.693") == 2
     assert said.count("gradient was 0") == 1
     assert "iter1/failure-agent: the gradient was 0 in all steps" in said
 
@@ -376,41 +345,39 @@ def test_a_fixed_failure_agent_from_a_folder(toy_run, toy):
     """It is not trained, stays as it is, and its training log is not copied."""
     given = toy[0] / "sft-failure"
     out = toy_run("--failure-from", given, "--d-fail", "none")
-    assert read_jsonl(out / "iter1/pairs-failure.jsonl") == [] and not (out / "sft-failure").exists()
+    assert not (out / "sft-failure").exists()
     assert read_json(out / "phases.json")["iter1/failure-agent"]["steps"] == 0
-    own = {path.name: path.read_bytes() for path in given.iterdir() if path.suffix != ".jsonl"}
-    assert own == {path.name: path.read_bytes() for path in (out / "iter1/failure-agent").iterdir()}
+    compared = filecmp.dircmp(given, out / "iter1/failure-agent")
+    assert compared.left_only == ["train.jsonl"] and not compared.right_only + compared.diff_files
 
 
 # --------------------------------------------------------------------------- experts and settings
 
 
 class Commas(Toy):
-    """The tokenizer of the model tiny writes a space before a comma. Tasks from number `hard` on
-    ignore spaces."""
-    max_turns, hard = 1, 4
+    """The tokenizer of the model tiny writes a space before a comma. Tasks from number 4 on ignore
+    spaces."""
+    max_turns = 1
 
     def expert(self):
         return lambda observation: "small tea, sugar"
 
     def reward(self):
         [reply] = self.replies
-        if int(self.task[-1]) >= self.hard:
+        if self.task[-1] >= "4":
             reply = reply.replace(" ,", ",")
         return float(reply == "small tea, sugar")
 
 
-def test_an_expert_that_the_tokenizer_misspells_is_dropped(new_run, monkeypatch, capsys):
+def test_an_expert_that_the_tokenizer_misspells_is_dropped(new_run, capsys):
     run = new_run(Commas, model="tiny")
     experts = run.once("experts.jsonl", collect_experts, None)
     assert [t.task for t in experts] == [f"toy-train-{n}" for n in range(4, 8)]
     assert run.done["experts.jsonl"]["dropped"] == {"misread once decoded": 4}
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "tokenizer" in line]
-    assert line == ("experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into "
-                    "'small tea , sugar', which changes the reward of toy-train-0; use another model")
-    monkeypatch.setattr(Commas, "hard", 8)
-    with pytest.raises(UsageError, match="no expert .* left; dropped: {'misread once decoded': 8}"):
-        collect_experts(run, None)
+    said = capsys.readouterr().out
+    assert said.count("the tokenizer turns") == 1
+    assert ("experts.jsonl: the tokenizer turns the expert's reply 'small tea, sugar' into 'small tea "
+            ", sugar', which changes the reward of toy-train-0; use another model") in said
 
 
 def test_a_setting_without_a_type_is_refused():

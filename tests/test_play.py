@@ -45,11 +45,9 @@ def test_a_person_plays_what_the_agent_reads_to_the_reward(typed, env, view):
 
 def test_wrong_arguments_are_refused(small_run, tmp_path):
     shop = WebShopServer("http://localhost:1")
-    assert shop.find("webshop-test-0") == 0  # the first task of a real server is goal 0
-    assert chosen(shop, "webshop-test-0") == "webshop-test-0"
+    assert chosen(shop, "webshop-test-0") == "webshop-test-0"  # the goal 0 of a real server
     assert chosen(shop, "test") in shop.tasks("test")
     torn = shutil.copytree(small_run, tmp_path / "run")
-    shutil.rmtree(torn / "iter1/failure-agent")
     (torn / "iter1/target-agent/model.safetensors").write_bytes(b"torn")
     refused(lambda *argv: main([*argv]), [
         ("", "name an environment"),
@@ -57,7 +55,7 @@ def test_wrong_arguments_are_refused(small_run, tmp_path):
         ("webshop --mysql-url mysql://a@b", "unrecognized arguments: --mysql-url"),
         (f"intercodesql --agent {small_run}", "was trained on webshop, not on"),
         *[(f"webshop --agent {torn / name}", f"--agent {torn / name}: neither a run with")
-          for name in ("iter9/target-agent", "iter1/failure-agent", "iter1")],
+          for name in ("iter9/target-agent", "iter1")],
         (f"webshop --agent {torn}", f"{torn}/iter1/target-agent")])
 
 
@@ -95,8 +93,7 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     monkeypatch.setattr(play.generation, "make_generator", recording)
     search = "search[\xfcmug mug]"
     said = typed([search, "", "q"], "webshop", "webshop-test-0", "--agent", small_run)
-    turns = said.split("--- turn ")[1:]
-    assert len(turns) == 3 and "Page 1 (Total results" in turns[0] and "left after 2" in turns[2]
+    assert "left after 2 turns" in said
     played = environments.make("webshop", "short")
     messages = played.opening(played.reset("webshop-test-0"))
     encoder = read_encoder(small_run / "sft-target")
@@ -107,10 +104,9 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
 
 
 def test_any_agent_of_a_run_can_be_named(small_run, tmp_path):
-    """The default is the last target agent."""
-    assert agent_of(small_run) == (small_run, small_run / "iter1/target-agent")
-    for name in "iter1/failure-agent", "sft-target":
-        assert agent_of(small_run / name) == (small_run, small_run / name)
+    """The default is the last target agent that still exists."""
     run = tmp_path / "run"
     shutil.copytree(small_run, run, ignore=shutil.ignore_patterns("target-agent"))
     assert agent_of(run) == (run, run / "sft-target")
+    failure = run / "iter1/failure-agent"
+    assert agent_of(failure) == (run, failure)

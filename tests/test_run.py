@@ -5,13 +5,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import numpy as np
@@ -36,18 +35,13 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 import coevolve
-from common import files
-from common.files import read_json, read_jsonl, write_json
-from common.settings import parse
+from common.files import read_json, read_jsonl, remove, write_json
 from dpo import Pair, Trajectory
 from engine import code, command, models, phases
 from engine.trajectories import write as write_jsonl
-from environments import environment
-from envs import EnvError
 from lab import __main__ as whole_program
 
 KILLED_RUNS = int(os.environ.get("KILLED_RUNS", 1))
-FF = "failure>failure"
 RESUME = ". Fix this and rerun the same command to resume"
 SFT = ("--method", "sft", "--eval-tasks", 1)  # the shortest run
 
@@ -89,11 +83,11 @@ def again(copied, toy_run):
 
 
 def test_a_phase_runs_again_exactly_if_its_inputs_differ(new_run, small_model, tmp_path):
-    """Inputs are the phase, values, content of files and lists, agents and tokenizer, not times or
-    names."""
+    """Inputs are the phase, values, content of files and lists, names in a dict, agents and
+    tokenizer, not times or names of files."""
     given, base = tmp_path / "given", tmp_path / "base"
     base.mkdir()
-    now = dict(inputs=[given], fingerprint="", n=1)
+    now = dict(inputs=[given], fingerprint="", n=1, name="trained")
     done = []
 
     def rows(r, *inputs, n):
@@ -109,6 +103,7 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(new_run, small_model, t
             (lambda: os.utime(given, (1, 1)), ""),
             # The first phase makes the same content, so the others are skipped.
             (lambda: now.update(n=3), "first.jsonl"),
+            (lambda: now.update(name="agent"), "last"),
             (lambda: now.update(inputs=[given, given]), "first.jsonl"),
             (lambda: setattr(rows, "__name__", "other"), "first.jsonl"),
             (lambda: given.write_text("b"), "first.jsonl last"),
@@ -122,13 +117,28 @@ def test_a_phase_runs_again_exactly_if_its_inputs_differ(new_run, small_model, t
         done.clear()
         first = r.once("first.jsonl", rows, *now["inputs"], n=now["n"])
         trained = r.once("agent", agent, [first, base])
-        r.once("last", agent, dict(trained=trained, more=given))
+        r.once("last", agent, {now["name"]: trained, "more": given})
         r.close()
         assert " ".join(done) == expected
 
 
+def test_a_file_may_change_between_two_phases(new_run, tmp_path):
+    file = tmp_path / "file"
+
+    def read(run, file):
+        return [dict(text=file.read_text())]
+
+    for text in "bb", "ccc":
+        run = new_run()
+        file.write_text("a")
+        run.once("first.jsonl", read, file)
+        file.write_text(text)
+        assert run.once("second.jsonl", read, file) == [dict(text=text)]
+        run.close()
+
+
 def delete(out, name):
-    files.remove(out / name)
+    remove(out / name)
 
 
 def halve(out, name):
@@ -145,7 +155,7 @@ def edit(out, name, line='{"reward": 1.0}'):
 
 
 def orphan(out, name):
-    """Deletes outputs but not their records, and adds a record that no phase uses."""
+    """Deletes an output but not its record, and adds a record that no phase uses."""
     delete(out, name)
     records = read_json(out / "phases.json")
     write_json(out / "phases.json", records | dict(lock=records["experts.jsonl"]))
@@ -159,11 +169,9 @@ OF_ROLLOUTS = {PAIRS, FAILURES, *OF_TARGET, *OF_FAILURE}
 
 
 @pytest.mark.parametrize("change, name, expected", [
-    (delete, PLAYED, {PLAYED}),
+    (orphan, PLAYED, {PLAYED}),
     # An agent is made again as it was, so later outputs stay valid.
     (delete, "sft-target", {"sft-target"}),
-    (orphan, "iter1", {PLAYED, "iter1/failure.jsonl", PAIRS, FAILURES, "iter1/target-agent",
-                       "iter1/failure-agent"}),
     (halve, PAIRS, OF_TARGET), (halve, FAILURES, OF_FAILURE), (edit, PLAYED, OF_ROLLOUTS),
     (halve, EVALUATED, set())])
 def test_what_depends_on_a_change_is_made_again(change, name, expected, again, toy, tmp_path):
@@ -196,11 +204,6 @@ def test_a_base_on_the_hub_is_identified_by_its_commit(new_run, small_model, tmp
     models.commit_of.cache_clear()
 
 
-TRL = {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected",
-       "rewards/margins": "margin", "rewards/accuracies": "accuracy",
-       "logps/chosen": "chosen", "logps/rejected": "rejected"}
-
-
 def test_more_iterations_continue_a_run_its_log_and_its_trackers(toy_run, monkeypatch):
     seen = {}  # logged by the tracker: step -> numbers
     monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.update({step: numbers}))
@@ -220,13 +223,14 @@ def test_more_iterations_continue_a_run_its_log_and_its_trackers(toy_run, monkey
         "sft-target", "iter1/target-agent", "iter2/target-agent")
         for row in read_jsonl(out / agent / "train.jsonl")]
     # Trackers get TRL's names. MLflow refuses ">".
-    for line, numbers in zip(lines, seen.values()):
-        assert not any(">" in name for name in numbers)
-        if "expert>target" in line.get("kinds", {}):
-            assert numbers[f"{line['phase']}/grad_norm"] == line["norm"]
-            for name, own in TRL.items():
-                name = f"{line['phase']}/{name}/expert_over_target"
-                assert numbers[name] == line["kinds"]["expert>target"][own]
+    assert ">" not in str(seen)
+    line, numbers = lines[-3], seen[len(lines) - 2]
+    assert numbers["iter2/target-agent/grad_norm"] == line["norm"]
+    for name, own in {"rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected",
+                      "rewards/margins": "margin", "rewards/accuracies": "accuracy",
+                      "logps/chosen": "chosen", "logps/rejected": "rejected"}.items():
+        name = f"iter2/target-agent/{name}/expert_over_target"
+        assert numbers[name] == line["kinds"]["expert>target"][own]
 
 
 # ----------------------------------------------------------------------- values between two phases
@@ -248,7 +252,7 @@ def heavier(pairs):
 
 
 @pytest.mark.parametrize("change", [
-    lambda pairs: [pair for pair in pairs if pair.rejected.reward > 0.3], heavier,
+    heavier,
     # Other tokens, which a pairs file does not contain
     lambda pairs: [replace(pair, rejected=replace(pair.rejected, ids=[7, 8])) for pair in pairs]])
 def test_what_the_loop_changes_between_two_phases_is_cached(change, new_run):
@@ -270,11 +274,10 @@ def test_what_the_loop_changes_between_two_phases_is_cached(change, new_run):
 
 
 def test_a_phase_may_return_numbers_of_numpy_and_torch(new_run):
-    r = new_run()
+    run = new_run()
     found = dict(a=np.float32(0.5), b=torch.tensor(2.0), c=[np.bool_(True)])
-    r.once("a.jsonl", lambda r: ([], found))
-    row = read_json(r.folder / "phases.json")["a.jsonl"]
-    assert [row[name] for name in found] == [0.5, 2.0, [True]]
+    run.once("a.jsonl", lambda run: ([], found))
+    assert [run.done["a.jsonl"][name] for name in found] == [0.5, 2.0, [True]]
 
 
 def changing(played):
@@ -325,9 +328,6 @@ def test_invalid_inputs_of_a_phase_are_refused(new_run):
 # --------------------------------------------------------------------------------- edited files
 
 
-SIDE = '{"agent": "target", "iteration": 1, "rollout":'
-
-
 @pytest.mark.parametrize("name, line, says", table("""
     target -> {"ids": null} -> 'ids' is missing
     target -> {"mine": 1} -> a trajectory has no field 'mine'
@@ -341,12 +341,12 @@ SIDE = '{"agent": "target", "iteration": 1, "rollout":'
     target -> {"ids": [1, -2], "action_mask": [0, 1], "log_probs": []} -> are in the vocabulary
     target -> {"ids": [1, 9999], "action_mask": [0, 1], "log_probs": []} -> are in the vocabulary
     pairs-target -> {"weight": -1} -> weight is -1, below 0
-    pairs-target -> {"chosen": SIDE 7}} -> rollout 7, but the inputs of its phase have no such
+    pairs-target -> {"chosen": {"agent": "target", "iteration": 1, "rollout": 7}} -> rollout 7, but the inputs of its phase have no such
     pairs-target -> {"chosen": {"agent": "target"}} -> 'iteration' is missing
 """))
 def test_an_invalid_edit_is_refused_with_file_and_line(name, line, says, again, tmp_path):
     name = f"iter1/{name}.jsonl"
-    said = refusal(again, edit, name, line.replace("SIDE", SIDE))
+    said = refusal(again, edit, name, line)
     assert said.startswith(f"{tmp_path / 'run' / name}, line 2: ") and says in said
 
 
@@ -373,7 +373,7 @@ def test_the_files_that_differ_between_two_records_of_code(tmp_path, monkeypatch
         (tmp_path / name).write_text(name)
     records = [code.code_now()]
     for words in "init", "add .", "-c user.name=a -c user.email=a commit -m a":
-        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True, capture_output=True)
+        code.git(*words.split())
     records.append(code.code_now())
     assert code.code_differences(*records) == []
     (tmp_path / "dpo.py").write_text("changed")
@@ -399,7 +399,7 @@ def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
     out = toy_run(*flags)
     before, after = read_json(source / "phases.json"), read_json(out / "phases.json")
     place = [*before].index(PAIRS)
-    assert made(out) == [*before][place:] and FF not in after[PAIRS]["pairs"]
+    assert made(out) == [*before][place:] and "failure>failure" not in after[PAIRS]["pairs"]
     for name in [*before][:place]:
         assert after[name] | dict(stat=0) == before[name] | dict(stat=0)
     # Weights are hard links.
@@ -433,7 +433,7 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
 
     before = now()
     new = f"--out {tmp_path / 'new'} --branch"
-    refused(toy_run, table(f"""
+    refused(toy_run, [*table(f"""
         --out {notes} -> --out {notes}: it contains eval-0-failure-test.jsonl, but no config.json
         --out {notes}/experts.jsonl -> it is a file; give a folder
         --out {small_model} -> is not that of a run; give another folder
@@ -446,12 +446,10 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
         {new} {incomplete}@{PAIRS} -> {incomplete / PLAYED} does not exist any more
         {new} {toy[0]}@{PLAYED} --model {ROOT}/tiny -> the run has other values of model (
         {new} {toy[0]}@{PLAYED} --protocol eto --prompts {ROOT} -> the run has other values of protocol (ours
-    """))
-    for flags, says in {
-            f"--out {incomplete} --beta 0.2": "beta (0.1 -> 0.2), beta_later (0.5 -> 0.2); give another",
-            f"{new} {toy[0]}@{PLAYED} --view short": "view (full -> short); give the same"}.items():
-        assert says in refusal(toy_run, *flags.split())
-    for name in "../older", str(older), ".", "iter1/../../older":  # of a damaged phases.json
+    """),
+        (f"--out {incomplete} --beta 0.2", "beta (0.1 -> 0.2), beta_later (0.5 -> 0.2); give"),
+        (f"{new} {toy[0]}@{PLAYED} --view short", "view (full -> short); give the same")])
+    for name in "iter1/../../older", str(older), ".":  # of a damaged phases.json
         write_json(incomplete / "phases.json", {name: {}} | records)
         refused(toy_run, [(f"{new} {incomplete}@{PLAYED}", f"{name!r} is not in the run's folder")])
     write_json(incomplete / "phases.json", records)
@@ -460,8 +458,7 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
 
 def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
     with FileLock(tmp_path / "run/lock"):
-        line = refusal(again)
-    assert f"--out {tmp_path / 'run'}: another process is running in this folder" in line
+        assert "run: another process is running in this folder" in refusal(again)
     assert again(flags=("--slots", 2, "--tokens-per-forward", 99)) == set()  # free settings
 
 
@@ -530,45 +527,34 @@ def test_a_signal_ends_a_process(variables, first, number, status, last, process
     assert said.read_text().splitlines()[-1] == last and "Traceback" not in said.read_text()
 
 
-def fails_with(error):
-    def fail(*_):
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize("flags, variables, status, says", [
     (("--beta", -1), {}, 2, "--beta -1.0: must be above 0"),
-    ((), dict(LOCAL_RANK="3"), 2, "unset LOCAL_RANK, RANK and WORLD_SIZE"),
-    ((), dict(WORLD_SIZE="four", RANK="1"), 2, "unset LOCAL_RANK, RANK and WORLD_SIZE"),
+    ((), dict(WORLD_SIZE="four"), 2, "unset LOCAL_RANK, RANK and WORLD_SIZE"),
     ((), {}, 1, "KeyError: 'a bug'")])
 def test_a_usage_error_is_a_line_and_a_bug_a_traceback(
         flags, variables, status, says, process, tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # of rank 1, before it prints
-    monkeypatch.setattr(models, "save", fails_with(KeyError("a bug")))
+    monkeypatch.setattr(models, "save", Mock(side_effect=KeyError("a bug")))
     assert ended(process(*flags, **variables)) == status
     said = (tmp_path / "said").read_text()
     assert said.endswith(f"{says}\n") and ("Traceback" in said) == (status == 1)
 
 
-FULL = "No space left on device"
 SAVE, WRITE, PAGE = "engine.models.save", "engine.models.write_model", "lab.page.page.make_page"
 
 
 @pytest.mark.parametrize("where, error, says", [
-    (SAVE, OSError(28, FULL), f"{FULL}; make room on the disk{RESUME}"),
-    (SAVE, Exception(f"{FULL} (os error 28)"), f"(os error 28); make room on the disk{RESUME}"),  # of tokenizers
+    # As tokenizers raises it
+    (SAVE, Exception("No space left on device"), f"device; make room on the disk{RESUME}"),
     (SAVE, FloatingPointError("loss nan"), "loss nan; lower the learning rate and give another --out"),
     (SAVE, torch.OutOfMemoryError("CUDA"), "out of memory; add --gradient-checkpointing on, or lower"),
     (SAVE, RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; add"),
-    (SAVE, EnvError("mysql://host is gone"), f"mysql://host is gone{RESUME}"),
-    (PAGE, OSError(28, FULL), f"{FULL}; make room on the disk{RESUME}"),
+    (PAGE, OSError("no network"), f"no network{RESUME}"),
     (WRITE, ValueError("it refuses"), "an agent trained from it could not be saved: it refuses")])
 def test_an_error_of_the_machine_is_a_line_with_a_remedy(
         where, error, says, toy_run, monkeypatch, tmp_path):
     """Results are there without a page. What could not be saved is found before training."""
     monkeypatch.setattr(command, "run_program", partial(command.run_program, finish=whole_program.finish))
-    monkeypatch.setattr(where, fails_with(error))
+    monkeypatch.setattr(where, Mock(side_effect=error))
     line = refusal(toy_run, *SFT)
     assert says in line and ("Fix this" in line) == ("Fix this" in says)
     assert (tmp_path / "run/result.json").exists() == (where == PAGE)
@@ -603,7 +589,6 @@ def test_a_closed_pipe_ends_the_help_silently(tmp_path):
 
     def without_a_reader():
         sys.stdout = open(write, "w")
-        os.dup2(write, 1)
         in_toy("--help", "all")
 
     assert ended(fork(without_a_reader, tmp_path / "said")) == -signal.SIGPIPE
@@ -634,12 +619,11 @@ def test_an_invalid_flag_is_refused_with_a_remedy(small_model, tmp_path, monkeyp
     """))
 
 
-@pytest.mark.parametrize("flags, folder", [
-    ("", "runs/webshop-coevolve-s0"), ("--method eto --quick --seed 3", "runs/webshop-eto-quick-s3"),
-    ("--quick --out y", "y")])
-def test_each_kind_of_run_has_a_folder_of_its_own(flags, folder):
-    s, _ = parse(flags.split(), coevolve.Settings, coevolve.METHODS, environment)
-    assert str(phases.folder_of(s)) == folder
+def test_each_kind_of_run_has_a_folder_of_its_own():
+    s = coevolve.Settings()
+    assert str(phases.folder_of(s)) == "runs/webshop-coevolve-s0"
+    s = replace(s, method="eto", quick=True, seed=3)
+    assert str(phases.folder_of(s)) == "runs/webshop-eto-quick-s3"
 
 
 def test_help_has_the_settings_of_the_method_with_values_and_sources(capsys):
@@ -666,12 +650,10 @@ def change_config(folder, values):
 
 
 def add_weights(folder, names):
-    """Ties the head of a model, and adds weights of 32 numbers."""
-    own = load_file(folder / "model.safetensors")
-    del own["lm_head.weight"]
+    """Adds weights of 32 numbers to a model."""
+    file = folder / "model.safetensors"
     more = {name: torch.ones(32) for name in names}
-    save_file(own | more, folder / "model.safetensors", {"format": "pt"})
-    change_config(folder, dict(tie_word_embeddings=True))
+    save_file(load_file(file) | more, file, {"format": "pt"})
 
 
 @pytest.mark.parametrize("change, given, says", table("""
@@ -720,8 +702,8 @@ def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_pa
     out = toy_run(*SFT, "--experts", tmp_path / "e", "--train-tasks", 4)
     found = read_jsonl(out / "experts.jsonl")
     for row, n in zip(found, (5, 3, 4), strict=True):
-        same = "task", "messages", "turns", "reward"
-        assert {name: row[name] for name in same} == {name: rows[n][name] for name in same}
+        for name in "task", "messages", "turns", "reward":
+            assert row[name] == rows[n][name]
         assert row["agent"] == "expert"
     dropped = read_json(out / "phases.json")["experts.jsonl"]["dropped"]
     assert dropped == {"too long": 1, "reward": 1, "not the best of its task": 3}
@@ -732,7 +714,7 @@ class Overlap(Toy):
     splits = dict(Toy.splits, test={key: f"toy-train-{key}" for key in ("1", "2", "3")})
 
 
-def test_evaluated_tasks_are_not_trained_on(toy_run, copied, tmp_path):
+def test_evaluated_tasks_are_not_trained_on(toy_run, tmp_path):
     """The tasks of a trained agent are in the files of its run: experts, and generated tasks."""
     out = toy_run(*SFT, env=Overlap)
     tasks = {row["task"] for row in read_jsonl(out / "experts.jsonl")}
@@ -740,14 +722,13 @@ def test_evaluated_tasks_are_not_trained_on(toy_run, copied, tmp_path):
     dropped = read_json(out / "phases.json")["experts.jsonl"]["dropped"]
     assert dropped == {"evaluated too": 3}
 
-    mine = copied("mine")
-    agent = mine / "iter1/target-agent"
+    agent = out / "sft-target"
     toy_run(*SFT, "--model", agent, "--out", tmp_path / "other")
-    rows = [row | dict(task=f"toy-test-{n}") for n, row in enumerate(read_jsonl(mine / "experts.jsonl"))]
-    (mine / "iter2").mkdir()
-    for file, of_test in {"experts.jsonl": rows[:3], "iter2/tasks.jsonl": rows[3:5]}.items():
-        write_jsonl(mine / file, of_test)
+    rows = [dict(task=f"toy-test-{n}") for n in range(5)]
+    (out / "iter2").mkdir()
+    for file, of_test in {"experts.jsonl": rows[:3], "iter2/tasks.jsonl": rows[3:]}.items():
+        write_jsonl(out / file, of_test)
         says = f"{agent}: {len(of_test)} of 8 evaluated tasks are also trained on; give other --eval-splits"
         for flag in "--model", "--failure-from":
             assert says in refusal(toy_run, "--out", tmp_path / "new", flag, agent)
-        write_jsonl(mine / file, [])
+        write_jsonl(out / file, [])
