@@ -23,8 +23,7 @@ from environments import environment
 from envs import EnvError
 
 # Errors caused by the user's input or by the machine. All other errors are bugs.
-EXPECTED = (UsageError, EnvError, FloatingPointError, OSError, SafetensorError,
-            torch.OutOfMemoryError, MemoryError)
+EXPECTED = (UsageError, EnvError, OSError, SafetensorError)
 # Messages of disk-full errors, which some libraries raise as a plain Exception.
 FULL = re.compile("No space left on device|Disk quota exceeded")
 # Parts of the errors that gloo and NCCL raise if another process of a distributed run has died.

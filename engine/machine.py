@@ -88,7 +88,7 @@ class Machine:
         problem = check_memory(config, parameters, self.ranks, tokens, keeps_reference)
         if problem:
             raise UsageError(f"--model {s.model}: {problem}")
-        memory = FREE * free_memory()
+        memory = USABLE * free_memory()
 
         def is_short(group_tokens: int) -> bool:
             states, activations = training_bytes(config, parameters, self.ranks,
@@ -197,7 +197,7 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 SMALL = 10_000_000
 # The fraction of GPU memory that tensors can use. The remaining memory is needed for the CUDA
 # context, NCCL buffers and fragmentation.
-FREE = 0.92
+USABLE = 0.92
 # The maximum number of parallel episodes on a GPU. Up to this batch size, a larger batch hardly
 # makes a decode step slower [ours].
 SLOTS = 128
@@ -282,11 +282,11 @@ def check_memory(
     """
     memory = torch.cuda.get_device_properties(0).total_memory
     setup = f"{parameters / 1e9:.2f} B parameters on {ranks} x {memory / 1e9:.0f} GB: "
-    if 2 * parameters > FREE * memory:
+    if 2 * parameters > USABLE * memory:
         return (f"{setup}the inference copy takes {2 * parameters / 1e9:.0f} GB on each GPU; use "
                 "larger GPUs or a smaller model")
     states, activations = training_bytes(config, parameters, ranks, tokens, True, keeps_reference)
-    longest = int((FREE * memory - states) / activations * tokens)
+    longest = int((USABLE * memory - states) / activations * tokens)
     if longest >= tokens:
         return None
     needs = (f"{setup}on each GPU, weights and optimiser states take {states / 1e9:.0f} GB and a "
@@ -327,7 +327,7 @@ def slots_that_fit(
     # Each episode needs memory for the keys and values of all layers, and for the logits that the
     # next token is sampled from.
     row = number * 2 * size.layers * size.keys * tokens + 32 * size.vocabulary
-    return max(1, min(SLOTS, int((FREE * free - prefill) / row)))
+    return max(1, min(SLOTS, int((USABLE * free - prefill) / row)))
 
 
 def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
@@ -340,7 +340,7 @@ def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
     # memory-efficient kernel of torch does not support grouped-query attention.
     sequences, copies, bytes_per_score = 3, 3, 4
     scores = sequences * copies * ModelSizes(config).heads * tokens ** 2 * bytes_per_score
-    return 4 * parameters + scores < FREE * free
+    return 4 * parameters + scores < USABLE * free
 
 
 def check_torch() -> None:

@@ -74,7 +74,7 @@ def test_a_group_that_exceeds_a_forward_pass_is_planned_as_a_whole(group, ranks,
     """A group is one micro-batch, of which each rank keeps ceil(group / ranks) trajectories. On a GPU
     that holds one pass of 4,096 tokens and no more, gradient checkpointing depends on this."""
     s = SimpleNamespace(model="m", max_tokens=4096)
-    needed = sum(training_bytes(LLAMA2_7B, 1e9, ranks, 4096, False)) / machine.FREE
+    needed = sum(training_bytes(LLAMA2_7B, 1e9, ranks, 4096, False)) / machine.USABLE
     monkeypatch.setattr(machine, "free_memory", lambda: needed + 1e9)
     monkeypatch.setattr(machine, "check_memory", lambda *_: None)
     own = SimpleNamespace(device=SimpleNamespace(type="cuda"), ranks=ranks, tokens_per_forward=4096,
