@@ -17,15 +17,6 @@ from environments.scienceworld import environment as science
 from environments.scienceworld.environment import ScienceWorld
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_java():
-    """Disables Java's second compiler, which is slower for short tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(science._Simulator, "options",
-                      [*science._Simulator.options, "-XX:TieredStopAtLevel=1"])
-        yield
-
-
 @pytest.fixture(scope="module")
 def env():
     env = make("scienceworld", "short", task_types="short")
@@ -157,7 +148,6 @@ def test_the_expert_reaches_the_full_score_where_time_matters(env):
 
 def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
     """The random walks of the first solution must not change the second one."""
-    monkeypatch.setattr(science._Simulator, "options", science._Simulator.options[:-1])
     monkeypatch.setattr(science._Simulator, "seconds", 900)  # of a busy machine
     simulator = science._Simulator()
     first, second = (simulator.solve("chemistry-mix-paint-tertiary-color", 0) for _ in range(2))
