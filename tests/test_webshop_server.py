@@ -166,7 +166,6 @@ def test_an_official_page_of_attributes_is_read(site):
 def as_html(shop, place, address):
     """A page of the built-in WebShop with the controls of an official one."""
     page = shop.follow(place)
-    values = {v for p in shop.data.products for pool in p["options"].values() for v in pool}
     if page.kind == "done":
         return (f"<html><body><h1>{page.pieces[0]}</h1><h3>{page.pieces[1]} </h3><p><pre>5954286D85</pre> "
                 f'(Paste it)</p><div style="display:none"><pre>{escape(str(shop.goal))}</pre>'
@@ -180,7 +179,7 @@ def as_html(shop, place, address):
                      '<button class="btn btn-success"><i class="x"></i>Search</button></form>')
         elif not link:
             html += f"\n  <h4>{text}</h4><!-- <h5>hidden</h5> -->"
-        elif piece in values:
+        elif piece in dict(link.options).values():
             html += f"\n{option('o', text, to)}\n<label>{text}</label>"
         elif piece.startswith("B0"):
             html += f'<h4><a class="product-link" href="{to}">{text}</a></h5>'
