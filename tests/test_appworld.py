@@ -447,9 +447,6 @@ def env():
         pytest.skip(str(error))
     yield env
     env.close()
-    for server in processes._servers.values():
-        server.end()
-    processes._servers.clear()
 
 
 def of_family(env, split: str, family: str) -> str:
@@ -459,17 +456,6 @@ def of_family(env, split: str, family: str) -> str:
 def play(env, task: str, code: list[str]):
     """Returns the last step of an episode."""
     return replay(env, env.find(task), [*map(block, code)])[-1]
-
-
-def alarm(env) -> tuple[str, list[str]]:
-    """Returns a task that asks for an alarm, and its solution."""
-    task = of_family(env, "test", "alarm-new")
-    return task, env.solution(env.find(task))
-
-
-def later(code: list[str]) -> list[str]:
-    """Returns code that sets the alarm to another time."""
-    return [re.sub(r"time='\d\d", "time='23", part) for part in code]
 
 
 GOT = "import os, pathlib; P = pathlib.Path; got = __import__\n"
@@ -517,19 +503,21 @@ def test_probes_reach_no_answer_and_no_file_but_those_of_their_episode(env, monk
 
 
 def test_additional_changes_fail_the_task(env, monkeypatch):
-    task, code = alarm(env)
+    task = of_family(env, "test", "alarm-new")
+    code = env.solution(env.find(task))
+    other_time = [re.sub(r"time='\d\d", "time='23", part) for part in code]
     more = 'apis.phone.create_alarm(access_token=token, time="01:01", label="more")'
     reading = "print(apis.phone.show_alarms(access_token=token))"
     assert play(env, task, [*code[:-1], reading, code[-1]]).reward == 1
     assert play(env, task, [*code[:-1], more, code[-1]]).reward == 0
-    assert play(env, task, later(code)).reward == 0
+    assert play(env, task, other_time).reward == 0
     move = of_family(env, "unseen", "alarm-move")
     renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
     *found, done = env.solution(env.find(move))
     assert play(env, move, [*found, renamed, done]).reward == 0
     monkeypatch.setattr(env, "share_of_tests", True)
     assert play(env, task, code[-1:]).reward == pytest.approx(1 / 3)
-    assert play(env, task, later(code)).reward == pytest.approx(2 / 3)
+    assert play(env, task, other_time).reward == pytest.approx(2 / 3)
 
 
 def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
@@ -542,7 +530,7 @@ def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
 
 
 def test_malformed_changes_fail_only_the_episode(env, monkeypatch):
-    task = env.find(alarm(env)[0])
+    task = env.find(of_family(env, "test", "alarm-new"))
     changes = data.start_changes(small_appworld(), task["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
         assert env.judge.share(task, {**changes, "phone.jsonl": bad}) == 0
