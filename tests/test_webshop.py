@@ -230,3 +230,4 @@ def test_goals_have_one_key_if_every_purchase_earns_the_same():
         for other in (goal | change for change in changes):
             same = all(best_purchase(p, other) == best_purchase(p, goal) for p in kind)
             assert (generator.key(other) == generator.key(goal)) == same
+            assert not same or generator.refusal(other) == "a goal of a split"
