@@ -17,7 +17,7 @@ from conftest import ROOT, refusal, table, wait_for_end, wait_until
 from common.settings import UsageError
 from environments import converse, environment, make, replay
 from environments.appworld import data, judging, processes
-from environments.appworld.data import MAX_REPLIES, parts, small_appworld
+from environments.appworld.data import parts, small_appworld
 from environments.appworld.environment import FORM
 from environments.appworld.python_code import block, calls_of, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
@@ -416,7 +416,7 @@ def solution(apis, requester):
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
     assert calls_of(found[2]) == {"supervisor.complete_task", "phone.show_alarm"}
     long = "def solution(apis, requester):\n" + "    apis.a.b()\n" * 70
-    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MAX_REPLIES == 30
+    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1]
 
 
 def test_scenarios_are_tasks_without_their_last_number():
