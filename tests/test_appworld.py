@@ -17,7 +17,7 @@ from conftest import ROOT, refusal, table, wait_for_end, wait_until
 from common.settings import UsageError
 from environments import converse, environment, make, replay
 from environments.appworld import data, judging, processes
-from environments.appworld.data import MAX_REPLIES, parts, small_appworld
+from environments.appworld.data import parts, small_appworld
 from environments.appworld.environment import FORM
 from environments.appworld.python_code import block, calls_of, code_of
 from environments.appworld.tasks import DONE, TaskGenerator
@@ -416,7 +416,7 @@ def solution(apis, requester):
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
     assert calls_of(found[2]) == {"supervisor.complete_task", "phone.show_alarm"}
     long = "def solution(apis, requester):\n" + "    apis.a.b()\n" * 70
-    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MAX_REPLIES == 30
+    assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1]
 
 
 def test_scenarios_are_tasks_without_their_last_number():
@@ -447,9 +447,6 @@ def env():
         pytest.skip(str(error))
     yield env
     env.close()
-    for server in processes._servers.values():
-        server.end()
-    processes._servers.clear()
 
 
 def of_family(env, split: str, family: str) -> str:
@@ -459,17 +456,6 @@ def of_family(env, split: str, family: str) -> str:
 def play(env, task: str, code: list[str]):
     """Returns the last step of an episode."""
     return replay(env, env.find(task), [*map(block, code)])[-1]
-
-
-def alarm(env) -> tuple[str, list[str]]:
-    """Returns a task that asks for an alarm, and its solution."""
-    task = of_family(env, "test", "alarm-new")
-    return task, env.solution(env.find(task))
-
-
-def later(code: list[str]) -> list[str]:
-    """Returns code that sets the alarm to another time."""
-    return [re.sub(r"time='\d\d", "time='23", part) for part in code]
 
 
 GOT = "import os, pathlib; P = pathlib.Path; got = __import__\n"
@@ -517,19 +503,21 @@ def test_probes_reach_no_answer_and_no_file_but_those_of_their_episode(env, monk
 
 
 def test_additional_changes_fail_the_task(env, monkeypatch):
-    task, code = alarm(env)
+    task = of_family(env, "test", "alarm-new")
+    code = env.solution(env.find(task))
+    other_time = [re.sub(r"time='\d\d", "time='23", part) for part in code]
     more = 'apis.phone.create_alarm(access_token=token, time="01:01", label="more")'
     reading = "print(apis.phone.show_alarms(access_token=token))"
     assert play(env, task, [*code[:-1], reading, code[-1]]).reward == 1
     assert play(env, task, [*code[:-1], more, code[-1]]).reward == 0
-    assert play(env, task, later(code)).reward == 0
+    assert play(env, task, other_time).reward == 0
     move = of_family(env, "unseen", "alarm-move")
     renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
     *found, done = env.solution(env.find(move))
     assert play(env, move, [*found, renamed, done]).reward == 0
     monkeypatch.setattr(env, "share_of_tests", True)
     assert play(env, task, code[-1:]).reward == pytest.approx(1 / 3)
-    assert play(env, task, later(code)).reward == pytest.approx(2 / 3)
+    assert play(env, task, other_time).reward == pytest.approx(2 / 3)
 
 
 def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
@@ -542,7 +530,7 @@ def test_an_episode_ends_after_thirty_replies_or_with_its_process(env):
 
 
 def test_malformed_changes_fail_only_the_episode(env, monkeypatch):
-    task = env.find(alarm(env)[0])
+    task = env.find(of_family(env, "test", "alarm-new"))
     changes = data.start_changes(small_appworld(), task["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
         assert env.judge.share(task, {**changes, "phone.jsonl": bad}) == 0
@@ -575,18 +563,13 @@ def test_a_new_task_is_judged_exactly(env):
     task = of_family(env, "train", "note-more")
     *code, done = env.solution(env.find(task))
     found, = env.task_generator().finds(task, ["I look.", *map(block, [*code, done])], random.Random(0))
-    assert found["template"] and found["solution"] == [*map(block, [*code, DONE])]
     assert 'added_content = "' in found["text"] and "token" not in found["text"]
 
     made = env.add(found["task"])
     assert found["text"] in env.reset(made)
     shown = play(env, made, ["print(apis.supervisor.show_active_task()['instruction'])"])
     assert shown.observation.strip() == found["text"]
-    for wrong in ([*code[:-1], done], [*code, code[-1], done], [*code, "apis.supervisor.complete_task(answer=3)"]):
+    other = code[-1].replace("added_content='", "added_content='not ")  # as many changes, but others
+    for wrong in ([*code[:-1], done], [*code, code[-1], done], [*code[:-1], other, done],
+                  [*code, "apis.supervisor.complete_task(answer=3)"]):
         assert play(env, made, wrong).reward == 0
-
-    start = env.find(of_family(env, "train", "alarm-new"))["start"]
-    code = env.solution(dict(start=start))
-    made = env.add(dict(start=start, text="An alarm, please.", code=code))
-    assert play(env, made, code).reward == 1
-    assert play(env, made, later(code)).reward == 0  # as many changes, but others

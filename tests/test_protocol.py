@@ -121,7 +121,7 @@ QUERY = "Action: \n```sql\n{}\n```"
 
 def test_the_observations_of_intercodesql(prompts):
     env = make("intercodesql", prompts)
-    task = env.tasks("train")[0]
+    task = "intercodesql-train-10"
     question = env.find(task)
     queries = map(QUERY.format, ("SHOW TABLES", "SELECT FROM x", question["gold"]))
     messages, reward = conversation(env, task, ["submit it", *queries, "Action: submit."])
@@ -131,11 +131,8 @@ def test_the_observations_of_intercodesql(prompts):
     assert no_action.startswith("I don't understand your input.\n Your input")
     assert rows.startswith("[(") and not rows.endswith("\n")
     assert error.startswith("Error executing query: You have an error") and error.endswith("\n")
-    rewards = set()
-    for task in env.tasks("test")[:60]:
-        wrong = f"SELECT * FROM ({env.find(task)['gold']}) AS t ORDER BY 1 DESC"
-        rewards.add(conversation(env, task, [QUERY.format(wrong), "Action: submit"])[1])
-    assert {-1.0, 1.0} < rewards  # a wrong answer may earn less than 0
+    wrong = f"SELECT * FROM ({question['gold']}) AS t ORDER BY 1 DESC"
+    assert conversation(env, task, [QUERY.format(wrong), "Action: submit"])[1] == -1.0
 
 
 def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(prompts):

