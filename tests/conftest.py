@@ -146,24 +146,6 @@ def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
     return found[torch.tensor(action_mask[1:]) > 0]
 
 
-@torch.no_grad()
-def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
-    """Returns a reply and its log-probabilities, with one full forward pass per token."""
-    new, logs = [], []
-    over = False
-    while not over and len(new) < most:
-        logits = model(torch.tensor([ids + new])).logits[0, -1]
-        logits[list(encoder.sampler().suppressed_ids)] = -torch.inf
-        token = int(logits.argmax())
-        if temperature:
-            p = (logits / temperature).softmax(0)
-            token = int((p.cumsum(0) <= rng.random()).sum())
-            logs.append(p[token].log().item())
-        new.append(token)
-        over = token == encoder.end_of_turn or any(stop in encoder.decode(new) for stop in stops)
-    return new, logs
-
-
 def fork(work, said, **environment) -> int:
     """Forks a process that runs work(). Returns its id. Its output goes to the file `said`, and so
     does the stack of a process that does not end."""
