@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
 from conftest import make_model, make_tokenizer, plain_log_probs
 from family_models import tiny_model
 from test_dpo import VOCABULARY, gradients, random_trajectories
@@ -147,12 +146,6 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, sto
         assert [(*reply, rng.random()) for reply, (_, rng) in zip(found, asked)] == expected
 
 
-def family_model(family, words):
-    model = tiny_model(family, vocabulary=len(words.tokenizer))
-    model.generation_config = transformers.GenerationConfig()
-    return model
-
-
 def tokens_read(model) -> list[int]:
     """Returns a list that gets the number of tokens of each later forward pass."""
     read = []
@@ -190,7 +183,7 @@ def test_a_cache_that_is_kept_across_turns_gives_the_replies_of_a_new_cache(
         family, temperature, tokens, chunk, order, words, monkeypatch):
     """Episodes begin and end at any turn, in any order, with prefill chunks of any size, and with
     windows shorter than the sequences."""
-    model = family_model(family, words)
+    model = tiny_model(family, words.vocabulary_size)
     draw = TokenSampler(words.sampler(temperature), words, ())
     expected = conversations(
         lambda asked: generate_replies(model, draw, 9, [(t.ids, rng) for t, rng in asked]))
@@ -206,9 +199,9 @@ def test_a_cache_that_is_kept_across_turns_gives_the_replies_of_a_new_cache(
         assert total - 13 * len(found) <= sum(read) <= total + 2 * 4 * len(found)
 
 
-def test_a_cached_reply_ends_if_the_context_is_full(words):
-    model = family_model("llama", words)
-    draw = TokenSampler(Sampler(0.7, self_check.suppressed_ids(words)), words, ())
+def test_a_cached_reply_ends_if_the_context_is_full(agent):
+    model, encoder = agent
+    draw = TokenSampler(encoder.sampler(), encoder, ())
     t = Trajectory(ids=[*range(10, 35)])
     [(reply, _)] = CachedGenerator(model, draw, 1, 30, 20, 100)([(t, random.Random(0))])
     assert len(t.ids) + len(reply) == 30
@@ -279,7 +272,7 @@ def longer_prefixes(real):
 def test_the_self_check_finds_off_by_one_errors(
         family, holder, name, wrong, answer, passes, words, monkeypatch):
     monkeypatch.setattr(holder, name, wrong(getattr(holder, name)))
-    found = self_check.select_backends(family_model(family, words), words, LONGEST)
+    found = self_check.select_backends(tiny_model(family, words.vocabulary_size), words, LONGEST)
     assert found == dict(replies=answer, passes=passes)
 
 
@@ -292,7 +285,7 @@ def test_the_self_check_finds_off_by_one_errors(
     (KeyError("past_key_values"), UsageError, "cannot be used: KeyError 'past_key_values'; use another")])
 def test_the_self_check_separates_faults_of_the_model_from_those_of_the_machine(raised, seen, says, words, monkeypatch):
     """An error of the machine is raised by the first backend that meets it."""
-    model = family_model("llama", words)
+    model = tiny_model("llama", words.vocabulary_size)
     forward = Mock(side_effect=raised)
     monkeypatch.setattr(model, "forward", forward)
     with pytest.raises(seen, match=says):

@@ -153,19 +153,17 @@ def test_without_a_compiler_layers_are_not_compiled(monkeypatch, capfd):
 def held_when_a_model_is_read(accelerator, folder, shard):
     """Trains a model, then loads another one. Returns if weights and layers of the first one still
     exist at that time."""
+    gc.disable()  # only reference counts may free it
+    model = models.load(accelerator, folder, recompute=True, shard=shard)
+    dpo.train(model, dpo.adamw(model), [batch_of(20)], [1e-5], dpo.sft_loss, dpo.action_count)
+    things = [weakref.ref(model), weakref.ref(next(models.layers(model)[0].parameters()))]
+    del model
     held, plain = [], models.read
 
     def reading(*what, **options):
         held.append([thing() is not None for thing in things])
         return plain(*what, **options)
 
-    def phase():
-        model = models.load(accelerator, folder, recompute=True, shard=shard)
-        dpo.train(model, dpo.adamw(model), [batch_of(20)], [1e-5], dpo.sft_loss, dpo.action_count)
-        return [weakref.ref(model), weakref.ref(next(models.layers(model)[0].parameters()))]
-
-    gc.disable()  # only reference counts may free it
-    things = phase()
     models.read = reading
     models.read_model(folder)
     return held[0]

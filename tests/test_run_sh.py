@@ -33,9 +33,7 @@ def machine(tmp_path):
     """machine(python3=SCRIPT, ...)(*arguments) runs run.sh with these interpreters alone."""
     repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
     shutil.copytree(ROOT / "environments", repo / "environments")
-    (repo / "lab").mkdir()
-    for name in "requirements.txt", "lab/requirements.py":
-        shutil.copy(ROOT / name, repo / name)
+    shutil.copy(ROOT / "requirements.txt", repo)
     script = (ROOT / "run.sh").read_text()  # for machines with other devices than this one
     for path in "/dev/nvidia", "/dev/kfd", "/opt/rocm/.info/version":
         script = script.replace(path, f"{tmp_path}/{Path(path).name}")
