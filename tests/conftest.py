@@ -25,10 +25,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from family_models import tiny_model
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -116,19 +117,11 @@ def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizer
         additional_special_tokens=sorted({*special} - {begin, special[1], pad}))
 
 
-def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:
-    """Returns a random Qwen3 with grouped-query attention. Its weights are large, so that every
-    token has an effect."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(vocab_size=vocab_size, hidden_size=32, intermediate_size=48,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         head_dim=8, max_position_embeddings=512, eos_token_id=None,
-                         bos_token_id=None, pad_token_id=None)
-    model = Qwen3ForCausalLM(config).to(dtype)
+def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64):
+    """Returns a random Qwen3 with grouped-query attention."""
+    model = tiny_model("qwen3", vocab_size, seed, bos_token_id=None, eos_token_id=None,
+                       pad_token_id=None).to(dtype)
     fuse_norms(model)  # transformers' own norm computes in float32
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.3)
     return model
 
 

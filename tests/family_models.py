@@ -22,12 +22,12 @@ MORE = {  # additional fields of a family
 
 
 @torch.no_grad()
-def tiny_model(family: str, vocabulary: int = 160, **more):
+def tiny_model(family: str, vocabulary: int = 160, seed: int = 0, **more):
     """Returns a model in float32 and eval mode. `more` are fields of its config."""
     default = CONFIG_MAPPING[family]()
     fields = {name: size for name, size in SIZES.items() if hasattr(default, name)}
     fields |= MORE.get(family, {}) | more
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = type(default)(vocab_size=vocabulary, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for p in model.eval().parameters():  # also of norms and biases, which begin at 1 and 0
