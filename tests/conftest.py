@@ -460,13 +460,6 @@ class Again:
                 calls = self.calls
 
 
-class Loopback(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_):
-        pass  # the client has closed the connection
-
-
 @pytest.fixture
 def serve():
     """serve(read, answer) -> a server on loopback, which closes at the end of the test.
@@ -512,7 +505,8 @@ def serve():
             def log_message(self, *_):
                 pass
 
-        lock, server = threading.Lock(), Loopback(("127.0.0.1", 0), Handler)
+        lock, server = threading.Lock(), ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.handle_error = lambda *_: None  # if the client has closed the connection
         server.seen, server.faults, server.connections = [], [], 0
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

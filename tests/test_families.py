@@ -51,10 +51,8 @@ def test_the_self_check_selects_the_fastest_correct_backends(
 def assert_replies_are_right(model, encoder, backend):
     """Checks the log-probabilities of replies in conversations that begin and end at any turn."""
     never = (*encoder.sampler().suppressed_ids, encoder.end_of_turn)
-    attention = model.config._attn_implementation
     draw = TokenSampler(Sampler(0.7, never), encoder, ())
     found = conversations(make_generator(backend, model, draw, 8, 200, 9, 200))
-    model.set_attn_implementation(attention)
     for t in found.values():
         plain = plain_log_probs(model, t.ids, t.action_mask, never, 0.7)
         assert plain.tolist() == pytest.approx(t.log_probs, abs=1e-4)
