@@ -441,15 +441,16 @@ class Again:
         return getattr(self.env, name)
 
     def reset(self, task):
-        self.calls = [partial(self.env.reset, task)]
-        return self.play(self.calls)
+        self.calls = []
+        return self.play(self.env.reset, task)
 
     def step(self, reply):
-        self.calls.append(partial(self.env.step, reply))
-        return self.play(self.calls[-1:])
+        return self.play(self.env.step, reply)
 
-    def play(self, calls):
-        """Returns the result of the last call. Raises EnvError if the fault persists."""
+    def play(self, *call):
+        """Returns the result of a call. Raises EnvError if the fault persists."""
+        self.calls.append(partial(*call))
+        calls = self.calls[-1:]
         for replays in reversed(range(3)):
             try:
                 return [call() for call in calls][-1]

@@ -27,10 +27,7 @@ class Echo(envs.Environment):
     name = "echo"
     test_splits = ("test",)
     max_turns = 2
-
-    def __init__(self, view="full"):
-        super().__init__(view)
-        self.splits = {split: {"0": "red", "1": "blue"} for split in ("train", "test")}
+    splits = {split: {"0": "red", "1": "blue"} for split in ("train", "test")}
 
     def start(self, what):
         self.word = what

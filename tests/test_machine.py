@@ -5,7 +5,6 @@ import math
 import os
 import random
 import weakref
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,14 +12,15 @@ import pytest
 import torch
 from conftest import in_ranks, make_model
 from family_models import tiny_model
+from test_dpo import random_trajectories
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import dpo
-from dpo import Group, Trajectory
+from dpo import Group
 from engine import models
-from engine.forward_passes import fits_in_round, schedule_rounds
+from engine.forward_passes import cost, fits_in_round, schedule_rounds
 from engine.machine import accelerator_of
 
 
@@ -43,8 +43,7 @@ def test_options_of_cuda(variable, expected, monkeypatch):
 
 def batch_of(*lengths):
     """Returns tasks with one trajectory each, of these lengths."""
-    return [Group([Trajectory(task=str(n), ids=[*range(5, 5 + length)], action_mask=[1] * length)])
-            for n, length in enumerate(lengths)]
+    return [Group([t]) for t in random_trajectories(*lengths)]
 
 
 def test_micro_batches_fill_one_forward_pass_of_each_rank():
@@ -60,15 +59,14 @@ def test_micro_batches_fill_one_forward_pass_of_each_rank():
         batch = batch_of(*(int(rng.lognormvariate(math.log(1850), 0.5)) for _ in range(60)))
         for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
             lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
-            own += sum(lengths)
-            held, dealt = Counter(), []
+            held, dealt = 0, []
             for passes in schedule_rounds(lengths, 8192, 8):
-                costs = [len(indices) * max(lengths[n] for n in indices) for indices in passes]
-                held.update(dict(enumerate(costs)))
+                held += max(cost(indices, lengths) for indices in passes)
                 dealt += sum(passes, [])
-                time += 8 * max(costs)
             assert sorted(dealt) == [*range(len(lengths))]
-            assert max(held.values()) <= max(8192, *lengths)
+            assert held <= max(8192, *lengths)
+            own += sum(lengths)
+            time += 8 * held
     assert own / time > 0.78
 
 
