@@ -108,7 +108,7 @@ def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizer
         trainer = trainers.BpeTrainer(**options)
     tokenizer.pre_tokenizer, tokenizer.decoder = splits, joins
     text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
-    tokenizer.train_from_iterator(text * 3 if unigram else text, trainer)
+    tokenizer.train_from_iterator(text * 3, trainer)
     begin = special[0] if "bos_token" in published else None
     pad = special[2] if name == "chatml" else special[1]
     return PreTrainedTokenizerFast(

@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 # Each config gets those fields that it has, by its own names.
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, decoder_layers=2,
              num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=16,
-             max_position_embeddings=512, num_local_experts=4, num_experts_per_tok=2,
-             is_decoder=True, bos_token_id=1, eos_token_id=1, pad_token_id=1)
+             max_position_embeddings=512, is_decoder=True, bos_token_id=1, eos_token_id=1,
+             pad_token_id=1)
 MORE = {  # additional fields of a family
     "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"]),
     # Longrope uses other angles for all tokens if one of them is beyond position 64.

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from conftest import LIMIT, Toy
 
-from common.settings import UsageError
 from dpo import Trajectory
 from engine import rollouts
 from engine.generation import make_generator
@@ -164,8 +163,7 @@ def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agen
 
 @pytest.mark.parametrize("error, waits", [
     (EnvError("the shop is gone"), [0.5, 5.0, 25.0]),
-    # A bug or a wrong setting is no fault of the environment.
-    (KeyError("a bug"), []), (UsageError("flag"), [])])
+    (KeyError("a bug"), [])])  # which is no fault of the environment
 def test_an_environment_that_breaks_for_good_ends_the_play(error, waits, agent, monkeypatch):
     """It ends after the waits. The interrupted episode is not recorded as a failure."""
     waited = []
