@@ -25,10 +25,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from family_models import tiny_model
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,7 +39,7 @@ import coevolve  # noqa: E402
 from common.settings import UsageError  # noqa: E402
 from engine import run  # noqa: E402
 from engine.chat import Encoder  # noqa: E402
-from engine.models import MODELS, read_tokenizer  # noqa: E402
+from engine.models import MODELS, fuse_norms, read_tokenizer  # noqa: E402
 from environments import environment  # noqa: E402
 from envs import EnvError, Environment, Step  # noqa: E402
 
@@ -68,14 +69,13 @@ LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'
 VICUNA = ("{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
           "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
           "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}")
-TEMPLATES = {  # name -> (template, special tokens, end-of-turn token)
-    "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>"),
-    "system": ("<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML,
-               ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
-    "llama2": (LLAMA2, ["<s>", "</s>"], "</s>"),
-    "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-                        "<|eot_id|>"], "<|eot_id|>"),
-    "vicuna": (VICUNA, ["<s>", "</s>"], "</s>"),
+TEMPLATES = {  # name -> (template, special tokens, of which the second one ends a turn)
+    "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"]),
+    "system": ("<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML, ["<|im_start|>", "<|im_end|>"]),
+    "llama2": (LLAMA2, ["<s>", "</s>"]),
+    "llama3": (LLAMA3, ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>",
+                        "<|end_header_id|>"]),
+    "vicuna": (VICUNA, ["<s>", "</s>"]),
 }
 CONVERSATION = [
     {"role": "user", "content": "find a red mug, price lower than 50.00 dollars"},
@@ -90,51 +90,38 @@ CONVERSATION = [
 def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer (BPE of words for Llama 2), or a Unigram tokenizer like
     SentencePiece, with the named chat template or another one."""
-    published, special, end = TEMPLATES[name]
-    words = unigram or name == "llama2"
+    published, special = TEMPLATES[name]
     options = dict(special_tokens=special, vocab_size=400, show_progress=False)
+    if unigram or name == "llama2":
+        options["initial_alphabet"] = [*map(chr, range(32, 127)), *"▁\nÜï日本🙂"]
+        space = dict(prepend_scheme="first")
+        splits, joins = pre_tokenizers.Metaspace(**space), decoders.Metaspace(**space)
+    else:
+        options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+        splits, joins = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     if unigram:
+        options["special_tokens"] = [*special, "<unk>"]
         tokenizer = Tokenizer(models.Unigram())
-        letters = [chr(c) for c in range(32, 127)] + list("▁\nÜï日本🙂")
-        trainer = trainers.UnigramTrainer(**options | dict(
-            special_tokens=[*special, "<unk>"], unk_token="<unk>", initial_alphabet=letters))
+        trainer = trainers.UnigramTrainer(**options, unk_token="<unk>")
     else:
-        tokenizer = Tokenizer(models.BPE(byte_fallback=words))
-        letters = [chr(c) for c in range(33, 127)] + ["▁", "\n"]
-        trainer = trainers.BpeTrainer(
-            **options, initial_alphabet=letters if words else pre_tokenizers.ByteLevel.alphabet())
-    if words:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(**options)
+    tokenizer.pre_tokenizer, tokenizer.decoder = splits, joins
     text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
-    tokenizer.train_from_iterator(text * 3 if unigram else text, trainer)
-    begin = next((t for t in special if t in ("<s>", "<|begin_of_text|>")), None)
-    pad = "<|pad|>" if "<|pad|>" in special else end
+    tokenizer.train_from_iterator(text * 3, trainer)
+    begin = special[0] if "bos_token" in published else None
+    pad = special[2] if name == "chatml" else special[1]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad,
+        tokenizer_object=tokenizer, bos_token=begin, eos_token=special[1], pad_token=pad,
         chat_template=template or published,
-        additional_special_tokens=[t for t in special if t not in (begin, end, pad)])
+        additional_special_tokens=sorted({*special} - {begin, special[1], pad}))
 
 
-def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:
-    """Returns a random Qwen3 with grouped-query attention. Its weights are large, so that every
-    token has an effect."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(vocab_size=vocab_size, hidden_size=32, intermediate_size=48,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         head_dim=8, max_position_embeddings=512, eos_token_id=None,
-                         bos_token_id=None, pad_token_id=None)
-    model = Qwen3ForCausalLM(config).to(dtype)
-    for parent in list(model.modules()):  # transformers' own norm computes in float32
-        for name, child in parent.named_children():
-            if type(child).__name__ == "Qwen3RMSNorm":
-                setattr(parent, name, torch.nn.RMSNorm(child.weight.shape, eps=1e-6, dtype=dtype))
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.3)
+def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64):
+    """Returns a random Qwen3 with grouped-query attention."""
+    model = tiny_model("qwen3", vocab_size, seed, bos_token_id=None, eos_token_id=None,
+                       pad_token_id=None).to(dtype)
+    fuse_norms(model)  # transformers' own norm computes in float32
     return model
 
 
@@ -144,24 +131,6 @@ def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
     logits = logits.index_fill(1, torch.tensor([*never], dtype=torch.long), -torch.inf)
     found = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
     return found[torch.tensor(action_mask[1:]) > 0]
-
-
-@torch.no_grad()
-def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
-    """Returns a reply and its log-probabilities, with one full forward pass per token."""
-    new, logs = [], []
-    over = False
-    while not over and len(new) < most:
-        logits = model(torch.tensor([ids + new])).logits[0, -1]
-        logits[list(encoder.sampler().suppressed_ids)] = -torch.inf
-        token = int(logits.argmax())
-        if temperature:
-            p = (logits / temperature).softmax(0)
-            token = int((p.cumsum(0) <= rng.random()).sum())
-            logs.append(p[token].log().item())
-        new.append(token)
-        over = token == encoder.end_of_turn or any(stop in encoder.decode(new) for stop in stops)
-    return new, logs
 
 
 def fork(work, said, **environment) -> int:
@@ -306,13 +275,12 @@ def pytest_runtest_protocol(item):
     def fail(*_):
         pytest.fail(f"{item.nodeid} did not end in {LIMIT} s; the last line is what it waits for")
 
-    before = signal.signal(signal.SIGALRM, fail)
+    signal.signal(signal.SIGALRM, fail)
     signal.setitimer(signal.ITIMER_REAL, LIMIT, 60)  # again if the teardown waits, too
     try:
         return (yield)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")
@@ -473,15 +441,16 @@ class Again:
         return getattr(self.env, name)
 
     def reset(self, task):
-        self.calls = [partial(self.env.reset, task)]
-        return self.play(self.calls)
+        self.calls = []
+        return self.play(self.env.reset, task)
 
     def step(self, reply):
-        self.calls.append(partial(self.env.step, reply))
-        return self.play(self.calls[-1:])
+        return self.play(self.env.step, reply)
 
-    def play(self, calls):
-        """Returns the result of the last call. Raises EnvError if the fault persists."""
+    def play(self, *call):
+        """Returns the result of a call. Raises EnvError if the fault persists."""
+        self.calls.append(partial(*call))
+        calls = self.calls[-1:]
         for replays in reversed(range(3)):
             try:
                 return [call() for call in calls][-1]
@@ -490,13 +459,6 @@ class Again:
                 if not replays:
                     raise
                 calls = self.calls
-
-
-class Loopback(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_):
-        pass  # the client has closed the connection
 
 
 @pytest.fixture
@@ -544,7 +506,8 @@ def serve():
             def log_message(self, *_):
                 pass
 
-        lock, server = threading.Lock(), Loopback(("127.0.0.1", 0), Handler)
+        lock, server = threading.Lock(), ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.handle_error = lambda *_: None  # if the client has closed the connection
         server.seen, server.faults, server.connections = [], [], 0
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -10,11 +10,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import transformers
-from conftest import make_model, make_tokenizer, one_token_at_a_time, plain_log_probs
+from conftest import make_model, make_tokenizer, plain_log_probs
 from family_models import tiny_model
 from test_dpo import VOCABULARY, gradients, random_trajectories
-from transformers import GPT2Config, GPT2LMHeadModel, MptConfig, XLNetConfig
+from transformers import MptConfig, XLNetConfig
 
 from common.settings import UsageError
 from dpo import Trajectory
@@ -31,38 +30,22 @@ ONE_PROCESS = SimpleNamespace(is_main_process=True)  # its Accelerator
 PENALTIES = dict(repetition_penalty=5.0, no_repeat_ngram_size=1, suppress_tokens=[1, 2, 3])
 
 
-@pytest.fixture
-def base_with(small_model, tmp_path):
-    """base_with(generation) -> a copy of the small model that has this generation_config.json."""
-    def make(generation):
-        base = shutil.copytree(small_model, tmp_path / "base")
-        (base / "generation_config.json").write_text(json.dumps(generation))
-        return base
-
-    return make
-
-
 @pytest.mark.parametrize("ends, pad, ends_saved, pad_saved", [
     # The end-of-text tokens of the base stay, and the end of turn is added once.
     ([7, 9], 5, [7, 9, END], 5), (None, None, [END], PAD), (END, 5, [END], 5)])
 def test_a_saved_agent_stops_at_the_end_tokens_of_its_base_and_at_the_end_of_turn(
-        base_with, tmp_path, ends, pad, ends_saved, pad_saved):
-    """`generate` of transformers stops, and applies none of the base's penalties."""
-    model = models.read_model(base_with(dict(PENALTIES, eos_token_id=ends, pad_token_id=pad)))
-    with torch.no_grad():  # every hidden state is 1, and every next token the end of turn
-        for p in model.parameters():
-            p.zero_()
-        model.get_input_embeddings().weight.fill_(1.0)
-        model.model.norm.weight.fill_(1.0)
-        model.get_output_embeddings().weight[END] = 1.0
-    agent = tmp_path / "agent"
-    models.save(ONE_PROCESS, model, Encoder(make_tokenizer("chatml")), agent)
-    written = json.loads((agent / "generation_config.json").read_text())
+        small_model, tmp_path, ends, pad, ends_saved, pad_saved):
+    """None of the base's penalties applies, neither to episodes nor to `generate` of users."""
+    base = shutil.copytree(small_model, tmp_path / "base")
+    generation = dict(PENALTIES, eos_token_id=ends, pad_token_id=pad)
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    model = models.read_model(base)
+    assert not {*PENALTIES} & {*model.generation_config.to_diff_dict()}
+    models.save(ONE_PROCESS, model, Encoder(make_tokenizer("chatml")), tmp_path / "agent")
+    written = json.loads((tmp_path / "agent/generation_config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"]) == (ends_saved, pad_saved)
     assert {*PENALTIES} & {*written} == {"suppress_tokens"}
     assert written["suppress_tokens"] == [0, PAD]  # <|im_start|> and <|pad|>, not those of the base
-    model = transformers.AutoModelForCausalLM.from_pretrained(agent)
-    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60).tolist() == [[5, 6, 7, END]]
 
 
 # Two config.json as on the Hub: in the form of transformers 4, and in that of 5.
@@ -108,7 +91,8 @@ def test_a_saved_agent_keeps_the_config_of_its_base(family, form, tmp_path):
 
 @pytest.mark.parametrize("words", [3, 256, 1500])
 def test_sampling_inverts_the_cumulative_distribution_function(words):
-    """Compared with float64. Also at its ends no token with probability 0 is sampled."""
+    """Compared with float64. Also at its ends no token with probability 0 is sampled. Greedy
+    decoding reads no random number."""
     torch.manual_seed(words)
     logits = 3 * torch.randn(400, words)
     never = (0, words - 1)
@@ -119,13 +103,15 @@ def test_sampling_inverts_the_cumulative_distribution_function(words):
     made = [Reply(SimpleNamespace(random=iter([u]).__next__)) for u in draws.tolist()]
     encoder = SimpleNamespace(end_of_turn=-1, decode=lambda ids: "a")
     found = TokenSampler(Sampler(0.7, never), encoder, ())(made, logits)[:, 0].tolist()
-    assert [reply.ids for reply in made] == [[word] for word in found]
     assert all(0 < word < words - 1 for word in found)
     # The first token at which the distribution function exceeds the draw. At the ends p may be 1e-9.
     total = p.cumsum(-1)
     assert found[100:] == (total <= draws[:, None] * total[:, -1:]).sum(-1)[100:].tolist()
     values = torch.tensor([reply.log_probs[0] for reply in made], dtype=torch.float64)
     torch.testing.assert_close(values, p[range(400), found].log(), atol=1e-4, rtol=0)
+    greedy = [Reply(None) for _ in draws]
+    likeliest = TokenSampler(Sampler(0.0, never), encoder, ())(greedy, logits)[:, 0]
+    assert likeliest.equal(p.argmax(-1)) and not any(reply.log_probs for reply in greedy)
 
 
 def test_logits_that_are_not_finite_raise_an_error():
@@ -138,40 +124,25 @@ def test_logits_that_are_not_finite_raise_an_error():
 
 
 @pytest.mark.parametrize("temperature, stops", [(0.0, ()), (0.7, ()), (2.0, ("e",))])
+@torch.no_grad()
 def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, stops):
     """Prompts of different lengths form a batch. A finished reply draws no more random numbers."""
     model, encoder = agent
     prompts = [t.ids for t in random_trajectories(23, 4, 61, 9, 30, 12)]
     draw = TokenSampler(encoder.sampler(temperature), encoder, stops)
-    found = {}
+    expected = []
+    for n, ids in enumerate(prompts):
+        alone = Reply(random.Random(n))
+        while not alone.done and len(alone.ids) < 40:
+            draw([alone], model(torch.tensor([ids + alone.ids])).logits[:, -1])
+            stopped = any(stop in encoder.decode(alone.ids) for stop in stops)
+            assert alone.done == (stopped or alone.ids[-1] == encoder.end_of_turn)
+        expected.append((alone.ids, pytest.approx(alone.log_probs, abs=1e-5), alone.rng.random()))
+    assert temperature == 0 or len({len(new) for new, *_ in expected}) > 1
     for backend in self_check.REPLY_BACKENDS:
         asked = [(Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(prompts)]
-        found[backend] = self_check.make_generator(backend, model, draw, 6, 200, 40, 60)(asked)
-        found[backend] = [(*reply, rng.random()) for reply, (_, rng) in zip(found[backend], asked)]
-    for n, ids in enumerate(prompts):
-        rng = random.Random(n)
-        new, logs = one_token_at_a_time(model, encoder, ids, rng, temperature, 40, stops)
-        number = rng.random()
-        for replies in found.values():
-            assert replies[n] == (new, pytest.approx(logs, abs=1e-5), number)
-    assert temperature == 0 or len({len(new) for new, *_ in replies}) > 1
-
-
-def test_penalties_of_a_models_generation_config_do_not_apply(small_model, base_with):
-    """A repetition penalty would also change greedy replies."""
-    draw = TokenSampler(Sampler(0.0), Encoder(make_tokenizer("chatml")), ())
-    plain, penalised = (
-        generate_replies(models.read_model(folder).eval(), draw, 20, [([5, 6, 7], random.Random(0))])
-        for folder in (small_model, base_with(PENALTIES)))
-    assert plain == penalised
-    [(ids, _)] = plain
-    assert len(set(ids)) < len(ids)  # it repeats itself
-
-
-def family_model(family, words):
-    model = tiny_model(family, vocabulary=len(words.tokenizer))
-    model.generation_config = transformers.GenerationConfig()
-    return model
+        found = self_check.make_generator(backend, model, draw, 6, 200, 40, 60)(asked)
+        assert [(*reply, rng.random()) for reply, (_, rng) in zip(found, asked)] == expected
 
 
 def tokens_read(model) -> list[int]:
@@ -182,7 +153,7 @@ def tokens_read(model) -> list[int]:
     return read
 
 
-def conversations(answer, order=lambda asked: asked) -> dict[int, Trajectory]:
+def conversations(answer, order=list) -> dict[int, Trajectory]:
     """Returns seed -> trajectory, of conversations that begin and end at different turns."""
     rng = random.Random(0)
     found = {}
@@ -194,7 +165,7 @@ def conversations(answer, order=lambda asked: asked) -> dict[int, Trajectory]:
             t.extend(rng.choices(range(10, 2000), k=rng.randint(5, 40)), is_action=False)
             found[t.seed] = t
             asked.append((t, random.Random(t.seed)))
-        asked = order(asked)
+        asked = [*order(asked)]
         for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
             size = max(0, len(ids) - t.seed % 3)  # two thirds are cut, as by a stop
             t.extend(ids[:size], is_action=True)
@@ -211,14 +182,14 @@ def test_a_cache_that_is_kept_across_turns_gives_the_replies_of_a_new_cache(
         family, temperature, tokens, chunk, order, words, monkeypatch):
     """Episodes begin and end at any turn, in any order, with prefill chunks of any size, and with
     windows shorter than the sequences."""
-    model = family_model(family, words)
+    model = tiny_model(family, words.vocabulary_size)
     draw = TokenSampler(words.sampler(temperature), words, ())
     expected = conversations(
         lambda asked: generate_replies(model, draw, 9, [(t.ids, rng) for t, rng in asked]))
     monkeypatch.setattr(kv_cache, "PREFILL_CHUNK", chunk)
     read = tokens_read(model)
     answer = CachedGenerator(model, draw, 8, 200, 9, tokens)
-    found = conversations(answer, lambda asked: [*order(asked)])
+    found = conversations(answer, order)
     for seed, t in found.items():
         assert t.ids == expected[seed].ids
         assert t.log_probs == pytest.approx(expected[seed].log_probs, abs=1e-4)
@@ -227,9 +198,9 @@ def test_a_cache_that_is_kept_across_turns_gives_the_replies_of_a_new_cache(
         assert total - 13 * len(found) <= sum(read) <= total + 2 * 4 * len(found)
 
 
-def test_a_cached_reply_ends_if_the_context_is_full(words):
-    model = family_model("llama", words)
-    draw = TokenSampler(Sampler(0.7, self_check.suppressed_ids(words)), words, ())
+def test_a_cached_reply_ends_if_the_context_is_full(agent):
+    model, encoder = agent
+    draw = TokenSampler(encoder.sampler(), encoder, ())
     t = Trajectory(ids=[*range(10, 35)])
     [(reply, _)] = CachedGenerator(model, draw, 1, 30, 20, 100)([(t, random.Random(0))])
     assert len(t.ids) + len(reply) == 30
@@ -251,14 +222,14 @@ def branches():
     return some
 
 
-@pytest.mark.parametrize("tokens, part", [(10_000, 512), (10_000, 50), (150, 512), (1, 1)])
+@pytest.mark.parametrize("tokens, part", [(10_000, 50), (150, 512), (1, 1)])
 def test_prefix_sharing_changes_neither_log_probs_nor_gradients(tokens, part, monkeypatch):
     model = make_model(VOCABULARY).eval()
     some = branches()
     logits_processor = Sampler(0.7, (3, 11)).process_logits
     expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask, (3, 11), 0.7) for t in some])
     wanted = gradient_of(model, expected)
-    model.set_attn_implementation("prefix_sharing")
+    models.prepare(model, recompute=True).set_attn_implementation("prefix_sharing")
     monkeypatch.setattr(prefix_sharing, "ATTENTION_TOKENS", part)
     read = tokens_read(model)
     found = prefix_sharing.log_probs(model, some, tokens, logits_processor)
@@ -289,22 +260,18 @@ def earlier_masks(real):
     return lambda self, positions: real(self, positions - 1)
 
 
-def later_positions(real):
-    def wrong(trajectories):
-        ids, position_ids, paths = real(trajectories)
-        return ids, [position + (position > 20) for position in position_ids], paths
-
-    return wrong
+def longer_prefixes(real):
+    return lambda ids, others: real(ids, others) + bool(ids)
 
 
 @pytest.mark.parametrize("family, holder, name, wrong, answer, passes", [
     ("gemma3_text", kv_cache, "window_sizes", later_windows, "batched", ["padded"]),
     ("llama", CachedGenerator, "attention_masks", earlier_masks, "batched", BOTH),
-    ("gpt2", prefix_sharing, "pack_prefix_tree", later_positions, "kv_cache", ["padded"])])
+    ("gpt2", prefix_sharing, "common_prefix_length", longer_prefixes, "kv_cache", ["padded"])])
 def test_the_self_check_finds_off_by_one_errors(
         family, holder, name, wrong, answer, passes, words, monkeypatch):
     monkeypatch.setattr(holder, name, wrong(getattr(holder, name)))
-    found = self_check.select_backends(family_model(family, words), words, LONGEST)
+    found = self_check.select_backends(tiny_model(family, words.vocabulary_size), words, LONGEST)
     assert found == dict(replies=answer, passes=passes)
 
 
@@ -317,7 +284,7 @@ def test_the_self_check_finds_off_by_one_errors(
     (KeyError("past_key_values"), UsageError, "cannot be used: KeyError 'past_key_values'; use another")])
 def test_the_self_check_separates_faults_of_the_model_from_those_of_the_machine(raised, seen, says, words, monkeypatch):
     """An error of the machine is raised by the first backend that meets it."""
-    model = family_model("llama", words)
+    model = tiny_model("llama", words.vocabulary_size)
     forward = Mock(side_effect=raised)
     monkeypatch.setattr(model, "forward", forward)
     with pytest.raises(seen, match=says):
@@ -331,8 +298,7 @@ def test_the_self_check_has_a_sequence_between_the_shortest_and_the_longest(word
 
 
 def test_a_model_with_fewer_positions_than_max_tokens_is_refused(words):
-    config = GPT2Config(vocab_size=words.vocabulary_size, n_positions=64, n_embd=16, n_layer=1, n_head=2)
-    model = GPT2LMHeadModel(config).eval()
+    model = tiny_model("gpt2", words.vocabulary_size, max_position_embeddings=64)
     assert self_check.select_backends(model, words, 64)["passes"]
     with pytest.raises(UsageError, match="it has 64 positions, lower --max-tokens 128$"):
         self_check.select_backends(model, words, 128)

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import weakref
-from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,13 +12,15 @@ import pytest
 import torch
 from conftest import in_ranks, make_model
 from family_models import tiny_model
+from test_dpo import random_trajectories
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 import dpo
-from dpo import Group, Trajectory
+from dpo import Group
 from engine import models
-from engine.forward_passes import fits_in_round, schedule_rounds
+from engine.forward_passes import cost, fits_in_round, schedule_rounds
 from engine.machine import accelerator_of
 
 
@@ -42,8 +43,7 @@ def test_options_of_cuda(variable, expected, monkeypatch):
 
 def batch_of(*lengths):
     """Returns tasks with one trajectory each, of these lengths."""
-    return [Group([Trajectory(task=str(n), ids=[*range(5, 5 + length)], action_mask=[1] * length)])
-            for n, length in enumerate(lengths)]
+    return [Group([t]) for t in random_trajectories(*lengths)]
 
 
 def test_micro_batches_fill_one_forward_pass_of_each_rank():
@@ -59,29 +59,15 @@ def test_micro_batches_fill_one_forward_pass_of_each_rank():
         batch = batch_of(*(int(rng.lognormvariate(math.log(1850), 0.5)) for _ in range(60)))
         for groups in dpo.micro_batches(batch, partial(fits_in_round, tokens=8192, ranks=8)):
             lengths = [len(t.ids) for t in dpo.trajectories_of(groups)]
-            own += sum(lengths)
-            held, dealt = Counter(), []
+            held, dealt = 0, []
             for passes in schedule_rounds(lengths, 8192, 8):
-                costs = [len(indices) * max(lengths[n] for n in indices) for indices in passes]
-                held.update(dict(enumerate(costs)))
+                held += max(cost(indices, lengths) for indices in passes)
                 dealt += sum(passes, [])
-                time += 8 * max(costs)
             assert sorted(dealt) == [*range(len(lengths))]
-            assert max(held.values()) <= max(8192, *lengths)
+            assert held <= max(8192, *lengths)
+            own += sum(lengths)
+            time += 8 * held
     assert own / time > 0.78
-
-
-@pytest.mark.parametrize("family, norms", [
-    ("llama", 5), ("qwen3", 9), ("phi3", 5), ("olmo2", 9), ("gemma3_text", 0), ("gpt_neox", 0)])
-def test_fused_norms_of_families(family, norms):
-    """The models have two layers. Gemma multiplies by 1 + weight, and GPT-NeoX has LayerNorm, so
-    both keep their norms."""
-    model = tiny_model(family)
-    ids = torch.arange(2, 26).reshape(2, 12)
-    expected, names = model(input_ids=ids).logits, [*model.state_dict()]
-    assert models.fuse_norms(model) == norms
-    assert [*model.state_dict()] == names
-    torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 # Fused norms.
@@ -93,11 +79,12 @@ def test_fused_norms_of_families(family, norms):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_a_fused_norm_gives_what_the_norm_gives(kind, eps, scale, dtype, x_dtype):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(kind(64, eps))
-    model[0].weight = torch.nn.Parameter((scale * torch.randn(64)).to(dtype))
+    norm = kind(64, eps)
+    norm.weight = torch.nn.Parameter((scale * torch.randn(64)).to(dtype))
+    model = torch.nn.Sequential(torch.nn.Sequential(norm))
     x = (torch.randn(5, 64) * torch.tensor([[1e-6], [1e-3], [1.0], [10.0], [1e3]])).to(x_dtype)
-    expected = model(x)
-    assert models.fuse_norms(model) == 1
+    expected, names = model(x), [*model.state_dict()]
+    assert models.fuse_norms(model) == 1 and [*model.state_dict()] == names
     rounding = 0.01 if torch.bfloat16 in (dtype, x_dtype) else 1e-5
     torch.testing.assert_close(model(x), expected, rtol=rounding, atol=0.0)  # dtypes, too
 
@@ -109,8 +96,10 @@ class OutsideRMSNorm(LlamaRMSNorm):
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon) * self.weight
 
 
-def test_a_norm_with_another_formula_is_not_fused():
-    assert models.fuse_norms(torch.nn.Sequential(OutsideRMSNorm(64, 1e-6))) == 0
+# Gemma multiplies by 1 + weight.
+@pytest.mark.parametrize("kind", [OutsideRMSNorm, Gemma3RMSNorm, torch.nn.LayerNorm])
+def test_a_norm_with_another_formula_is_not_fused(kind):
+    assert models.fuse_norms(torch.nn.Sequential(kind(64, 1e-6))) == 0
 
 
 # Compiled layers.
@@ -162,19 +151,17 @@ def test_without_a_compiler_layers_are_not_compiled(monkeypatch, capfd):
 def held_when_a_model_is_read(accelerator, folder, shard):
     """Trains a model, then loads another one. Returns if weights and layers of the first one still
     exist at that time."""
+    gc.disable()  # only reference counts may free it
+    model = models.load(accelerator, folder, recompute=True, shard=shard)
+    dpo.train(model, dpo.adamw(model), [batch_of(20)], [1e-5], dpo.sft_loss, dpo.action_count)
+    things = [weakref.ref(model), weakref.ref(next(models.layers(model)[0].parameters()))]
+    del model
     held, plain = [], models.read
 
     def reading(*what, **options):
         held.append([thing() is not None for thing in things])
         return plain(*what, **options)
 
-    def phase():
-        model = models.load(accelerator, folder, recompute=True, shard=shard)
-        dpo.train(model, dpo.adamw(model), [batch_of(20)], [1e-5], dpo.sft_loss, dpo.action_count)
-        return [weakref.ref(model), weakref.ref(next(models.layers(model)[0].parameters()))]
-
-    gc.disable()  # only reference counts may free it
-    things = phase()
     models.read = reading
     models.read_model(folder)
     return held[0]
