@@ -174,6 +174,22 @@ def test_an_environment_that_breaks_for_good_ends_the_play(error, waits, agent, 
     assert (raised.value, waited, next(env.calls)) == (error, waits, 10 + len(waits))
 
 
+class Hole(Toy):
+    """One task breaks at the second step, unless the expert plays."""
+
+    def step(self, reply):
+        if self.task == "toy-train-4" and self.replies and reply != "the word":
+            raise EnvError("toy-train-4: the shop is gone")
+        return super().step(reply)
+
+
+def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "WAITS", [])
+    with pytest.raises(SystemExit, match="^toy-train-4: the shop is gone. Fix this"):
+        toy_run("--method", "eto", env=Hole)
+    assert not any((tmp_path / "run/iter1").iterdir())
+
+
 def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch):
     monkeypatch.setattr(rollouts, "WAITS", [])
     release = threading.Event()

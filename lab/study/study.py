@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +31,7 @@ from lab.study.methods import ARMS, COMPARED, FIRST, filled, finished, method_of
 ROOT = Path(__file__).parents[2]
 GPU = shutil.which("nvidia-smi") is not None
 running = set()  # processes that `launch` started
+starting = threading.Lock()  # held while a process is started; afterwards it is in `running`
 
 
 def make_runs(
@@ -98,9 +100,10 @@ def launch(env: str, words: list[str], log: Path) -> None:
     """Runs `run.sh ENV WORDS` in a subprocess, and appends its output to the file `log`. Raises
     UsageError if the exit status is not 0."""
     with open(log, "a") as output:
-        child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *words], stdout=output,
-                                 stderr=output, env=os.environ | {"PYTHON": sys.executable})
-        running.add(child)
+        with starting:
+            child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *words], stdout=output,
+                                     stderr=output, env=os.environ | {"PYTHON": sys.executable})
+            running.add(child)
         status = child.wait()
         running.remove(child)
     if status:
@@ -110,10 +113,11 @@ def launch(env: str, words: list[str], log: Path) -> None:
 
 def stop(number: int, _) -> None:
     """Handles Ctrl-C and SIGTERM by ending the study and its runs, which can be resumed."""
-    for child in list(running):
-        child.terminate()
-    os.write(2, b"study: stopped; rerun the same command to resume\n")
-    os._exit(128 + number)
+    with starting:
+        for child in list(running):
+            child.terminate()
+        os.write(2, b"study: stopped; rerun the same command to resume\n")
+        os._exit(128 + number)
 
 
 def main(argv: list[str]) -> None:
