@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,14 +46,16 @@ def changes(page):
 CHANGES = changes("docs/changing.md") | changes("docs/environments.md")
 
 
-def ours():
-    return {name: m for name, m in sys.modules.items() if name.split(".")[0] in FILES + FOLDERS}
+def forget():
+    """Unloads the modules of the program, and returns them."""
+    names = [name for name in sys.modules if name.split(".")[0] in FILES + FOLDERS]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 @pytest.fixture
 def changed(tmp_path, monkeypatch):
     """changed(title) -> the module coevolve of a copy of the program with this change."""
-    before = ours()
+    before = forget()
 
     def start(title):
         folder = tmp_path / title.replace(" ", "-")
@@ -62,19 +63,17 @@ def changed(tmp_path, monkeypatch):
         shutil.copytree(ROOT, folder, ignore=left_out)
         for file, old, new in CHANGES.get(title, []):
             path = folder / file
-            text = path.read_text() if old else ""
-            assert text.count(old) == 1 or not old and not path.exists(), (file, old)
+            text = path.read_text() if path.exists() else ""
+            assert text.count(old) == 1, (file, old)
             path.parent.mkdir(exist_ok=True)
-            path.write_text(text.replace(old, new) if old else new)
+            path.write_text(text.replace(old, new))
             assert all(len(line) <= 100 for line in new.splitlines())
-        for name in ours():
-            del sys.modules[name]
+        forget()
         monkeypatch.syspath_prepend(folder)
         return importlib.import_module("coevolve")
 
     yield start
-    for name in ours():
-        del sys.modules[name]
+    forget()
     sys.modules.update(before)
 
 
@@ -222,7 +221,6 @@ def test_a_moving_average_as_the_reference(fork):
     old, new = weights(run, "sft-target"), weights(run, "iter1/target-agent")
     for name, weight in weights(run, "iter1/reference").items():
         torch.testing.assert_close(weight, 0.9 * old[name] + 0.1 * new[name])
-    assert rows(run / "iter2/pairs-target.jsonl") == rows(control / "iter2/pairs-target.jsonl")
     # pi_ref has moved a tenth of the way to the policy, so the first margins are nine tenths.
     averaged, of_sft = (sum(abs(row["first"][2]) for row in margins(folder, "target", 2))
                         for folder in (run, control))
@@ -276,44 +274,32 @@ def test_a_reversed_failure_agent(fork):
     assert learned_from(run) == sorted(reversed_pairs)
 
 
-def pairs_of(core, run):
-    """Returns the target's pairs that a program makes of iteration 1 of a run."""
-    stub = SimpleNamespace(settings=core.Settings(), name="")
-    read = importlib.import_module("engine.trajectories").read
-    lists = [read(run / name) for name in ("experts.jsonl", "iter1/target.jsonl", "iter1/failure.jsonl")]
-    return core.target_pairs(stub, *lists)[0], lists[0]
-
-
-def test_weights_by_hardness(base, changed):
-    pairs, _ = pairs_of(changed("expert pairs weigh more, the harder their negative is"), base)
+def test_weights_by_hardness(fork):
+    output = "iter1/pairs-target.jsonl"
+    _, run = fork("expert pairs weigh more, the harder their negative is", output, until=output)
     of_task = defaultdict(list)
-    for pair in pairs:
-        imitated = pair.chosen.agent == "expert" or pair.chosen.reward == 1
-        assert pair.sft_weight == imitated * pair.weight
-        if pair.kind != "failure>failure":
-            of_task[pair.chosen.task].append(pair)
+    for row in rows(run / output):
+        chosen, weight = row["chosen"], row["weight"]
+        imitated = chosen["agent"] == "expert" or chosen["reward"] == 1
+        assert row["sft_weight"] == imitated * weight
+        if "expert" in row["kind"]:
+            of_task[row["task"]].append((weight, 0.5 + row["rejected"]["reward"]))
     for same_task in of_task.values():
-        parts = [0.5 + pair.rejected.reward for pair in same_task]
-        assert [pair.weight for pair in same_task] == pytest.approx([x / sum(parts) for x in parts])
-    assert sum(len({pair.weight for pair in same}) > 1 for same in of_task.values()) >= 3
+        found, parts = zip(*same_task)
+        assert found == pytest.approx([part / sum(parts) for part in parts])
+    assert sum(len({*same_task}) > 1 for same_task in of_task.values()) >= 3
 
 
-@pytest.mark.parametrize("i", [1, 2])
-def test_a_curriculum(base, changed, i):
-    core = changed("a curriculum")
-    settings = core.Settings(iterations=2, reference="none", cut_turns=-1)
-    run = SimpleNamespace(settings=settings, encoder=None, load=lambda *_: None,
-                          fit=lambda model, steps, *_: (None, dict(steps=steps)))
-    pairs, experts = pairs_of(core, base)
-    _, numbers = core.train_target(run, Path(), Path(), pairs, experts, name="target", i=i)
+def test_a_curriculum(fork):
+    """In the first of two iterations, half of the tasks and one more are trained on."""
+    _, run = fork("a curriculum", "iter1/target-agent", "--iterations 2", until="iter1/target-agent")
     nearest = defaultdict(float)  # task -> the best reward of a rejected trajectory
-    for pair in pairs:
-        nearest[pair.chosen.task] = max(nearest[pair.chosen.task], pair.rejected.reward)
-    trained = {group.pairs[0].chosen.task for step in numbers["steps"] for group in step}
-    assert len(trained) == {1: 1 + len(nearest) // 2, 2: len(nearest)}[i]
+    for row in rows(run / "iter1/pairs-target.jsonl"):
+        nearest[row["task"]] = max(nearest[row["task"]], row["rejected"]["reward"])
+    trained = {row["task"] for row in margins(run, "target")}
+    assert len(trained) == 1 + len(nearest) // 2
     left = [nearest[task] for task in {*nearest} - trained]
-    assert min(nearest[task] for task in trained) >= max(left, default=0)
-    assert len({*nearest.values()}) > 2
+    assert min(nearest[task] for task in trained) >= max(left) and len({*nearest.values()}) > 2
 
 
 def test_two_failure_agents(fork):
@@ -323,11 +309,7 @@ def test_two_failure_agents(fork):
     assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-second/train.jsonl")
     assert "eval-0-second-validation.jsonl" in phases(run)
 
-    experts = {e["task"]: e["reward"] for e in rows(run / "experts.jsonl")}
-    worse = [e for e in rows(run / "iter1/second.jsonl")
-             if e["ended"] != "context_limit" and e["reward"] < experts[e["task"]]]
-    kinds = phases(run)["iter1/pairs-target.jsonl"]["pairs"]
-    assert kinds["expert>second"] == len(worse) > 5
+    assert phases(run)["iter1/pairs-target.jsonl"]["pairs"]["expert>second"] > 5
     for agent in "failure", "second":
         pairs = rows(run / f"iter1/pairs-{agent}.jsonl")
         named = {row[side]["agent"] for row in pairs for side in ("chosen", "rejected")}
@@ -372,13 +354,10 @@ def test_a_new_environment(changed, tmp_path):
     core, run = changed("an environment"), tmp_path / "run"
     train(core, ["--env", "echo", "--words", 3, "--rollouts", 2, "--iterations", 1, "--out", run,
                  "--train-tasks", 12, "--eval-tasks", 12, "--sft-epochs", 4])
-    solved = Counter()
-    for name, phase in phases(run).items():
-        if phase["function"] in ("explore", "evaluate"):
-            for e in rows(run / name):
-                (_, *asked), said = (m["content"].split() for m in e["messages"])
-                right = sum(a == b for a, b in zip(asked, said))
-                assert len(asked) == 3 and e["reward"] == pytest.approx(right / 3)
-                solved[name, right] += 1
-            assert phase["success"] == solved[name, 3] / phase["episodes"]
-    assert any(right == 2 for _, right in solved)
+    found = set()
+    for e in rows(run / "iter1/target.jsonl") + rows(run / "eval-1-target-test.jsonl"):
+        (_, *asked), said = (m["content"].split() for m in e["messages"])
+        right = sum(a == b for a, b in zip(asked, said))
+        assert len(asked) == 3 and e["reward"] == pytest.approx(right / 3)
+        found.add(right)
+    assert 2 in found

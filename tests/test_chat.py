@@ -104,8 +104,6 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_
     rows, numbers = run("--slots", slots)
     lost = 0, 3, "turn_limit"
     assert column("reward turns ended", rows) == [lost, (1, 1, "done"), lost, lost]
-    assert column("task", rows) == [f"guess-test-{n}" for n in range(4)]
-    assert column("role", rows[0]["messages"]) == ["user", "assistant"] * 3
     expected = dict(reward=0.25, success=0.25, episodes=4, requests=10, prompt_tokens=1000,
                     completion_tokens=70, retries=0, cut_replies=0)
     assert numbers.items() >= expected.items() and "refused" not in numbers
@@ -258,12 +256,10 @@ def test_a_conversation_that_alone_is_refused(endpoint, run, text, turn, ended, 
         return fault_of(text) if refuses else others(body)
 
     endpoint.answer, endpoint.respond, others = play_the_expert, respond, endpoint.respond
-    flags = ["--slots", 4]
     if turn == 0:
-        said = refusal(run, *flags)
+        said = refusal(run, "--slots", 4)
         assert re.fullmatch(f"guess-test-{task}: http.*; .*--refused zero.*", said)
-        flags += ["--refused", "zero"]
-    rows, numbers = run(*flags)
+    rows, numbers = run("--slots", 4, "--refused", "stop" if turn else "zero")
     expected = [(1, 2, "done")] * 4
     expected[task] = 0, turn, ended
     assert column("reward turns ended", rows) == expected
@@ -306,7 +302,7 @@ def test_a_stop_waits_for_no_request_in_flight_and_sends_no_other(endpoint, run)
 
 
 @pytest.mark.parametrize("asked, least", [
-    (None, 0), ("0", 0), ("soon", 0), ("9" * 5000, 0), ("Wed, 99 Oct 99999", 0), (" 7 ", 7), ("999", 120),
+    (None, 0), ("soon", 0), ("9" * 5000, 0), ("Wed, 99 Oct 99999", 0), (" 7 ", 7), ("999", 120),
     ("Wed, 21 Oct 2099 07:28:00 GMT", 120)])
 def test_waits_grow_whatever_an_endpoint_asks_for(call, asked, least):
     reply, used = call(*[(429, "slow down", {"Retry-After": asked} if asked else {})] * 5)

@@ -32,9 +32,9 @@ def commands() -> list[str]:
         blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S)
         inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
         for line in [*"".join(blocks).splitlines(), *inline]:
-            line = " ".join(line.split())
+            line = " ".join(line.partition("#")[0].split())
             line = re.sub("^for seed .* do (.*); done$", r"\1", line).replace("$seed", "0")
-            if COMMAND.search(line) and not line.startswith("#"):
+            if COMMAND.search(line):
                 found.append(line)
     return found
 
@@ -46,8 +46,6 @@ def read(words: list[str], program=lab, options=environment):
 
 def run_sh(command: str, words: list[str]):
     """Calls the parser of the program that run.sh starts for a command."""
-    commands = re.search(r'^commands="(.*)\$environments"', (ROOT / "run.sh").read_text(), re.M)
-    assert command in [*commands[1].split(), *ENVIRONMENTS, "ENV"]
     if command in ("ENV", *ENVIRONMENTS):
         read(["--env", command.replace("ENV", "webshop"), *words])
     elif command == "learn":
@@ -73,12 +71,10 @@ def test_a_command_of_the_docs_is_valid(line, monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which a study sets
     for name in EFFECTS:
         monkeypatch.setattr(name, MagicMock())
-    words = shlex.split(re.sub(r"[][]|\.\.\.", "", line), comments=True)
+    words = shlex.split(re.sub(r"[][]|\.\.\.", "", line))
     if "run.sh" in words:
         command, *words = words[words.index("run.sh") + 1:]
         run_sh(command, words)
-    elif words[0] == "source":
-        assert words[1] == ".venv/bin/activate"
     elif "-m" in words:
         _, module, *words = words[words.index("-m"):]
         if module != "lab.NAME":

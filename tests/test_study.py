@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from conftest import LIMIT, ended, fork, refusal, refused, table, wait_until
 from safetensors.torch import save_file
-from test_report import texts, write_lines, write_run
+from test_report import texts, trajectory, write_lines, write_run
 from transformers import AutoModel
 
 from lab.page import figures
@@ -66,10 +67,10 @@ def test_bootstrap_draws_seeds_and_the_same_tasks_for_all_seeds():
 def test_mean_distance_by_hand():
     """The failures of task a are at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30. A success, a
     failure without an action, and the only failure of a task have no distance."""
-    vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
-    rows = [dict(task="a", reward=0.5, at=at, action_mask=[1]) for at in range(3)]
-    rows += [rows[0] | more for more in (dict(reward=1.0), dict(action_mask=[0]), dict(task="b"))]
-    found = numbers.distances(rows, lambda row: vectors[row["at"]])
+    row = dict(task="a", reward=0.5, action_mask=[1], state=[2.0, 0.0])
+    changes = (dict(state=[0.5, math.sqrt(0.75)]), dict(state=[0.0, 3.0]), dict(reward=1.0),
+               dict(action_mask=[0]), dict(task="b"))
+    found = numbers.distances([row, *(row | change for change in changes)], itemgetter("state"))
     assert found == pytest.approx({"a": 1 - (0.5 + 0 + math.sqrt(0.75)) / 3})
 
 
@@ -91,18 +92,18 @@ def made_run(folder, rewards, finished=True, target="target", failure=(), **sett
     phases, of_files = {}, {}
     for name, of_agent in (target, rewards), ("failure", failure):
         for i, of_tasks in enumerate(of_agent):
-            played = dict(name=name, i=i, seconds=0.0, episodes=1, reward=0.0, success=0.0,
-                          hard_negative=0.0)
+            record = dict(name=name, i=i, seconds=0.0)
+            played = record | dict(episodes=1, reward=0.0, success=0.0, hard_negative=0.0)
             evaluation, exploration = f"eval-{i}-{name}-test.jsonl", f"iter{i}/{name}.jsonl"
-            phases[evaluation] = dict(played, split="test")
+            phases[evaluation] = played | dict(split="test")
             of_files[evaluation] = of_tasks
             if i:
                 phases[exploration] = played
                 of_files[exploration] = of_tasks[:1]
                 phases[f"iter{i}/pairs-{name}.jsonl"] = dict(
                     seconds=1.0, pairs={"expert>target": 2})
-                phases[f"iter{i}/{name}-agent"] = dict(
-                    name=name, steps=10 * i, tokens=900, first_loss=0.9, seconds=0.0)
+                phases[f"iter{i}/{name}-agent"] = record | dict(
+                    steps=10 * i, tokens=900, first_loss=0.9)
     write_run(folder, phases, of_files, **dict(method="eto", seed=3) | settings)
     if finished:
         (folder / "result.json").write_text("{}")
@@ -308,13 +309,10 @@ def test_a_sampled_evaluation_is_named_and_not_compared_with_greedy_episodes(tmp
     """Two rollouts of the tasks earn 1 and 0, and 1 and 1: 0.75, where the run ended with 0.5.
     Evaluation does not read beta."""
     base = made_run(tmp_path / "base", [[0, 0], [0.5, 0.5]], beta=0.1, temperature=0.7)
-    sampled = made_run(tmp_path / "sampled", [[1, 0, 1, 1]], method="evaluate", beta=9,
-                       temperature=0.7)
-    file = sampled / "eval-0-target-test.jsonl"
-    text = file.read_text()
-    for number, task in (1, 0), (2, 1), (3, 1):
-        text = text.replace(f"webshop-test-{number}", f"webshop-test-{task}")
-    file.write_text(text)
+    sampled = made_run(tmp_path / "sampled", [[]], method="evaluate", beta=9, temperature=0.7)
+    write_lines(sampled / "eval-0-target-test.jsonl", [
+        trajectory(f"webshop-test-{task}", "target", reward)
+        for task, reward in ((0, 1), (0, 0), (1, 1), (1, 1))])
     folder = compared(tmp_path, base, sampled)
     assert shown(folder, "Evaluation", "sampling, iteration, reward") == lines("""
         greedy -> 1 -> 0.500 [0.500, 0.500]
