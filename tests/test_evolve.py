@@ -311,8 +311,8 @@ def test_the_task_set_grows_from_signals(run):
         # Its steps are on D as it was; then every pick was explored twice, and each episode has
         # one find.
         log = rows(r, f"iter{i}/target-agent/train.jsonl")
-        assert [(row["step"], row["D"]) for row in log] == [(2 * i - 1, len(d)), (2 * i, len(d))]
-        assert {row["tasks"] for row in log} == {min(3, len(d))}
+        assert [(row["step"], row["tasks"], row["D"]) for row in log] == [
+            (2 * i - 1, 3, len(d)), (2 * i, 3, len(d))]
         picked = Counter((row["task"], row["signal"]) for row in rows(r, f"iter{i}/signals.jsonl")
                          if row["picked"])
         finds = rows(r, f"iter{i}/finds.jsonl")
@@ -352,7 +352,7 @@ def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
 
 
 class Overlapping(Letters):
-    splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(5)}}
+    splits = Letters.splits | {"test": {str(n): n for n in range(5)}}
 
 
 class Fixed(Letters):
@@ -413,10 +413,9 @@ def test_two_sharded_processes_evolve_like_one(run, tmp_path):
 
     one, two = both("iter1/tasks.jsonl")
     assert one == two != []
-    for i in (1, 2):
-        [one], [two] = both(f"iter{i}/target-agent/train.jsonl")
-        for name in "loss", "kl":
-            assert two[name] == pytest.approx(one[name], abs=1e-5)
+    [one], [two] = both("iter2/target-agent/train.jsonl")
+    for name in "loss", "kl":
+        assert two[name] == pytest.approx(one[name], abs=1e-5)
     assert abs(one["kl"]) > 1e-6  # it has learnt something
     assert any("-added-" in t.task for t in read(tmp_path / "2/iter2/target-agent/episodes.jsonl"))
 
@@ -427,7 +426,7 @@ def test_a_bf16_copy_of_a_live_model_equals_its_saved_agent(run):
     assert r.inference_copy(model) is model
     r.machine.bf16 = True
     copied, read_again = r.inference_copy(model), r.inference_copy(r.base)
-    ids = torch.tensor([r.encoder.start([dict(role="user", content="say")])])
+    ids = torch.tensor([[5, 9, 11]])
     assert copied is not model and copied.dtype == torch.bfloat16
     assert torch.equal(copied(input_ids=ids).logits, read_again(input_ids=ids).logits)
 

@@ -60,14 +60,13 @@ def prompts_to(endpoint):
 
 
 def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(explore, endpoint):
-    episodes, (find, _), taken = explore(WELL, 1)  # one an episode
+    _, (find, _), taken = explore(WELL, 1)  # one an episode
     generator = environments.make("intercodesql", "short").task_generator()
     assert find["text"].startswith("how many ") and find["solution"][0] == "SHOW TABLES"  # what it wrote
     assert generator.refusal(find["task"]) is generator.verify(find) is None
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
     assert taken["cut_prompts"] == 2 * 9  # an endpoint that always reads 100 tokens
-    assert [m["role"] for m in episodes[0].messages] == ["user", "assistant"] * 10
     reflection, act, *_, proposal = prompts_to(endpoint)
     for text in "no longer does", "user: a failure", "user: intercodesql-train-0":
         assert text in reflection
@@ -101,7 +100,7 @@ def test_an_object_that_cannot_be_parsed_is_none(reply, expected):
 
 @pytest.mark.parametrize("query, actions, expected", [
     ("q" * 1000, ["a", {"b": 1}], ["a", '{"b": 1}']), ("q" * 1001, ["a"], None),  # too long
-    ([[]], ["a"], None), ("q", None, None), (" ", ["a"], None)])
+    (" ", ["a"], None)])
 def test_an_object_is_a_proposal_or_of_no_form(query, actions, expected):
     echo = SimpleNamespace(written=lambda task, proposal: dict(task=proposal["action_sequence"]))
     found = explorer.written(echo, "t", dict(query=query, action_sequence=actions))
@@ -118,18 +117,15 @@ NO = 400, "against our content policy", {}
 ONLY_THOUGHTS = 200, '{"choices": [{"message": {"reasoning": "so"}}]}', {}
 
 
-def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explore, endpoint):
-    endpoint.faults = [False] * 5 + [NO, False, NO]
-    episodes, finds, taken = explore(SHORT, 4)
-    assert len(episodes) == 7 and taken["refused"] == 1 and len(finds) == 7
-    assert taken["requests"] == 4 + 7 * 2 + 1 == len(endpoint.seen) - 2  # one was repeated
-
-
-def test_a_signal_that_is_refused_is_described_by_us(explore, endpoint):
-    endpoint.faults = [NO] * 4 + [False, NO]  # any body is refused, and another signal is answered
-    _, finds, taken = explore(SHORT, 2)
-    assert sum('above all:\n"it solved this task before' in text for text in prompts_to(endpoint)) == 2
-    assert len(finds) == 4 and taken["unreadable"] == 1
+def test_what_is_refused_is_lost_or_described_by_us_and_the_rest_is_kept(explore, endpoint):
+    """A signal is refused with any body, and again after another signal is answered. Later an
+    episode is refused, and again after a request of before is answered."""
+    endpoint.faults = [NO] * 4 + [False, NO, False, False, NO, False, NO]
+    episodes, finds, taken = explore(SHORT, 2)
+    assert any('above all:\n"it solved this task before' in text for text in prompts_to(endpoint))
+    assert len(episodes) == len(finds) == 3
+    assert taken["refused"] == taken["unreadable"] == 1
+    assert taken["requests"] == len(endpoint.seen) - 7  # those that were refused
 
 
 @pytest.mark.parametrize("before", [0, 4, 12])  # of the requests: 4, 8 and 8 in the three phases
@@ -148,7 +144,6 @@ def test_a_stop_names_the_line_of_the_endpoint_and_no_request_is_repeated(explor
 
 def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
     _, finds, taken = explore(SHORT, 2, guide="random")
-    asked = "".join(prompts_to(endpoint))
-    assert "above all" not in asked and "it is weak" not in asked
+    assert "above all" not in "".join(prompts_to(endpoint))
     assert taken["requests"] == 4 * 2  # of which none is a reflection
     assert len(finds) == 4 and all(row["task"] for row in finds)

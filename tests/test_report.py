@@ -108,7 +108,6 @@ def test_interval_matches_the_normal_approximation_of_a_large_sample():
     low, high = report.bootstrap_interval(values)
     assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006)
     assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
-    assert report.bootstrap_interval([0.5] * 9) == (0.5, 0.5)
 
 
 def test_the_numbers_of_a_run_by_hand(run):
@@ -145,10 +144,11 @@ def test_phases_and_numbers_of_a_fork_may_have_any_names(run):
     assert "iter1/judge.jsonl" in page.page(run)
 
 
+@pytest.mark.filterwarnings("error")
 def test_an_edited_output_is_marked_and_its_evaluation_is_recomputed(run):
     """Of the rewards 1, 0.5, 0.5 and 0 the first two are left: mean 0.75, half of them successes. A
-    reverted edit is not marked."""
-    name = "eval-0-target-test.jsonl"
+    reverted edit is not marked. An evaluation without episodes is left out."""
+    name, *others = REWARDS
     path, whole = run / name, (run / name).read_text()
     write_run(run, PHASES | {name: PHASES[name] | dict(hash=file_hash(path))})
     columns = "phase, reward, success"
@@ -156,14 +156,9 @@ def test_an_edited_output_is_marked_and_its_evaluation_is_recomputed(run):
     assert shown(run, "Evaluation", columns)[0] == f"{name} (edited since) -> 0.750 -> 50.0%"
     path.write_text(whole)
     assert shown(run, "Evaluation", columns)[0] == f"{name} -> 0.500 -> 25.0%"
-
-
-@pytest.mark.filterwarnings("error")
-def test_an_evaluation_without_episodes_is_left_out(run):
-    (run / "eval-1-target-test.jsonl").write_text("")
+    path.write_text("")
     report.close(run)
-    found = [e["output"] for e in read_json(run / "result.json")["evaluations"]]
-    assert found == [output for output in REWARDS if output != "eval-1-target-test.jsonl"]
+    assert [e["output"] for e in read_json(run / "result.json")["evaluations"]] == others
 
 
 def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
@@ -180,7 +175,8 @@ def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """The rewards of the target are 0.5 and 0.6, with intervals. Equal runs give equal bytes."""
+    """The rewards of the target are 0.5 and 0.6, with intervals. Curves are shifted apart. Equal
+    runs give equal bytes."""
     made, other = figures.run_figure(run), figures.run_figure(run)
     assert figures.address(made) == figures.address(other)
     reward, success = made.axes
@@ -190,7 +186,8 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
     low, high = report.bootstrap_interval(REWARDS["eval-1-target-test.jsonl"])
     band = reward.collections[0].get_paths()[0].vertices.tolist()
     assert [1.0, low] in band and [1.0, high] in band
-    assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
+    assert success.get_lines()[1].get_xydata().tolist() == [[0.1, 0.25], [1.1, 0.25]]
+    assert figures.shifted([(0, 0.5)], 6, 12) == [(0.3, 0.5)]
 
 
 def test_a_missing_run_or_a_damaged_file_is_an_error_in_one_line(run, monkeypatch, capsys):
