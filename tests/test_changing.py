@@ -173,7 +173,6 @@ def test_simpo(fork):
     flags = "--reference none --log-prob-reduction mean --beta 2 --lambda-sft 0"
     folders = fork("SimPO", "iter1/failure-agent", flags, until="iter1/target-agent")
     for folder, gamma in zip(folders, (0, 1)):
-        assert read_json(folder / "config.json")["settings"]["beta_later"] == 2
         assert steps(folder, "target")[0]["sft"] == 0
         losses = [math.log(1 + math.exp(gamma - row["first"][2])) for row in margins(folder, "failure")]
         assert steps(folder, "failure")[0]["loss"] == pytest.approx(fmean(losses), rel=1e-5)
@@ -190,8 +189,8 @@ def test_infonca(fork):
     dpo = importlib.import_module("dpo")
     group = dpo.Group()
     for reward, reference in (1.0, -2.0), (0.9, -3.0):
-        group.add(dpo.Trajectory(ids=[0, 0], action_mask=[0, 1], reward=reward))
-        group.trajectories[-1].ref_log_prob = reference
+        t = group.add(dpo.Trajectory(ids=[0, 0], action_mask=[0, 1], reward=reward))
+        t.ref_log_prob = reference
     losses, _ = dpo.infonca_loss(torch.tensor([-1.5, -2.9]), [group], beta=2.0)
     p, log_q = 1 / (1 + math.exp(-1)), -math.log(1 + math.exp(-0.8))
     assert losses["loss"].item() == pytest.approx(-p * log_q - (1 - p) * (log_q - 0.8))
@@ -232,7 +231,6 @@ def test_lora(fork):
     _, run = fork("LoRA", "iter1/failure-agent", "--dpo-lr 1e-4 --dpo-epochs 2")
     first, last = steps(run, "failure")
     assert first["loss"] == pytest.approx(LN2) and last["loss"] < LN2
-    assert not [*(run / "iter1/failure-agent").glob("adapter*")]
     before, after = weights(run, "sft-failure"), weights(run, "iter1/failure-agent")
     assert before.keys() == after.keys()
     trained = [name for name, weight in before.items() if (after[name] != weight).any()]
@@ -306,14 +304,13 @@ def test_two_failure_agents(fork):
                         until="iter1/pairs-target.jsonl")
     assert rows(run / "iter1/failure.jsonl") == rows(control / "iter1/failure.jsonl")
     assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-second/train.jsonl")
-    assert "eval-0-second-validation.jsonl" in phases(run)
+    assert {"eval-0-second-validation.jsonl", "iter1/second-agent"} <= phases(run).keys()
 
     assert phases(run)["iter1/pairs-target.jsonl"]["pairs"]["expert>second"] > 5
     for agent in "failure", "second":
         pairs = rows(run / f"iter1/pairs-{agent}.jsonl")
         named = {row[side]["agent"] for row in pairs for side in ("chosen", "rejected")}
         assert named == {"target", "failure", "second"}
-        assert (run / f"iter1/{agent}-agent/model.safetensors").exists()
 
 
 def test_pairs_of_its_own_for_an_agent(fork):

@@ -98,10 +98,13 @@ def answer(usage=None, finish_reason="stop", **message):
 # --------------------------------------------------------------------------------- evaluations
 
 
-@pytest.mark.parametrize("slots", [1, 9])
-def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_path, slots):
-    endpoint.answer = lambda messages: "c" if "test-1" in messages[0]["content"] else "x"
-    rows, numbers = run("--slots", slots)
+def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_path):
+    """Three replies are empty, since an observation follows. The protocol has no empty messages."""
+    def answer(messages):
+        return "c" if "test-1" in messages[0]["content"] else "Observation: I am the shop"
+
+    endpoint.answer = answer
+    rows, numbers = run("--max-new-tokens", 50)
     lost = 0, 3, "turn_limit"
     assert column("reward turns ended", rows) == [lost, (1, 1, "done"), lost, lost]
     expected = dict(reward=0.25, success=0.25, episodes=4, requests=10, prompt_tokens=1000,
@@ -109,10 +112,6 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_
     assert numbers.items() >= expected.items() and "refused" not in numbers
     assert (tmp_path / "run/run.html").exists()
 
-
-def test_the_request_is_that_of_the_protocol(endpoint, run):
-    endpoint.answer = lambda messages: "Observation: I am the shop" if len(messages) == 1 else "c"
-    rows, _ = run("--max-new-tokens", 50)
     opening = dict(role="user", content="Guess.\n\nletter test-0")
     body = dict(model="m", temperature=0, max_tokens=50, messages=[opening])
     assert endpoint.seen[0] == ("/v1/chat/completions", f"Bearer {KEY}", body)
@@ -330,8 +329,8 @@ def test_the_first_answer_decides_the_body_of_all_requests(
 
 
 def test_an_address_may_name_the_whole_path(endpoint, call):
-    for address in (endpoint.url, f"{endpoint.url}/", f"{endpoint.url}/chat/completions"):
-        call(url=address)
+    for end in "/", "/chat/completions":
+        call(url=endpoint.url + end)
     assert {path for path, _, _ in endpoint.seen} == {"/v1/chat/completions"}
     assert "most addresses end in /v1" in str(call((404, "no", {}), url=endpoint.url[:-3])[0])
 
@@ -353,8 +352,8 @@ def test_keys(endpoint, call, monkeypatch):
     '{"choices": [{"message": {"content": "<think>so click"}}]}'])
 def test_reasoning_alone_and_empty_replies_are_counted_and_told(endpoint, run, capsys, text):
     thought = fault_of(text)
-    for faults, policy in ([thought], "stop"), ([thought] * 4, "zero"):
-        endpoint.faults = faults
+    for policy in "stop", "zero":
+        endpoint.faults = [thought] * 4
         said = refusal(run, "--refused", policy)
         assert re.search("guess-test-0: .*reasoning.*--max-new-tokens", said)
     endpoint.faults = [thought, answer(content=None), False, answer(content=" \n"), thought]

@@ -175,8 +175,8 @@ def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """The rewards of the target are 0.5 and 0.6, with intervals. Curves are shifted apart. Equal
-    runs give equal bytes."""
+    """The rewards of the target are 0.5 and 0.6, with intervals. Curves are shifted apart. The axis
+    of rewards does not go below 0. Equal runs give equal bytes."""
     made, other = figures.run_figure(run), figures.run_figure(run)
     assert figures.address(made) == figures.address(other)
     reward, success = made.axes
@@ -188,6 +188,11 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
     assert [1.0, low] in band and [1.0, high] in band
     assert success.get_lines()[1].get_xydata().tolist() == [[0.1, 0.25], [1.1, 0.25]]
     assert figures.shifted([(0, 0.5)], 6, 12) == [(0.3, 0.5)]
+    assert reward.get_ylim()[0] == 0
+    _, (of_margins,) = figures.figure(1)
+    of_margins.plot((0, 1), (-0.5, 0))
+    figures.label(of_margins, "margin")
+    assert of_margins.get_ylim()[0] < 0
 
 
 def test_a_missing_run_or_a_damaged_file_is_an_error_in_one_line(run, monkeypatch, capsys):
