@@ -30,7 +30,7 @@ def segment(task, y, step=1):
             for n, won in enumerate(y)]
 
 
-def test_forgetting():
+def test_forgetting_and_boundary():
     """A digit of a task is its successes in a group of four episodes. The last group is in this
     segment. Of three groups before it, the latest with two successes or more is named."""
     won = {" ": "", "0": "0000", "1": "1000", "2": "1100", "4": "1111"}
@@ -38,16 +38,12 @@ def test_forgetting():
     for task in ("21", "42", "00", "4", "4000", "40000", "4040", "40 "):
         for step, digit in enumerate(task.rjust(5)):
             segments[step] += segment(task, won[digit], step)
-    rows = evolve.forgetting(evolve.collect_history(segments, 3), None)
-    assert [[*row.values()] for row in rows] == [
+    history = evolve.collect_history(segments, 3)
+    assert [[*row.values()] for row in evolve.forgetting(history, None)] == [
         ["21", 1, [4, 1], [4, 0], [3, 0]], ["4000", 3, [4, 0], None, [1, 0]],
         ["4040", 1, [4, 0], None, [3, 0]]]
-
-
-def test_boundary():
-    played = [*segment("a", "000"), *segment("b", "011"), *segment("c", "111")]
-    rows = evolve.boundary(evolve.collect_history([played], 5), None)
-    assert [*rows] == [dict(task="b", successes=2, failure=[1, 0], success=[1, 1])]
+    assert [[*row.values()] for row in evolve.boundary(history, None)] == [
+        ["21", 1, [4, 1], [4, 0]], ["42", 2, [4, 2], [4, 0]]]
 
 
 def test_rare(monkeypatch):

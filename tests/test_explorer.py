@@ -43,7 +43,7 @@ def explore(endpoint, tmp_path, monkeypatch):
                      explorer_model="m", slots=1, guide=guide, out=str(tmp_path / "run"))
         run = Run(s, environments.environment("intercodesql")())
         tasks = run.env.tasks("train")[:n]  # the first is about farms
-        signals = [dict(task=task, signal="forgetting", picked=True, success=None,
+        signals = [dict(task=task, signal="forgetting", picked=True,
                         failure=[dict(role="user", content="a failure")],
                         success_then=[dict(role="user", content=task)]) for task in tasks]
         finds = explorer.find_tasks(run, 1, None, [dict(task=tasks[0], joined=0, text="a known text")], signals)
@@ -83,9 +83,10 @@ def test_proposals_of_another_form_are_counted_and_never_repaired(explore):
     assert all("Error" in m["content"] for m in episode.messages[2::2])
 
 
-ONE = json.dumps(dict(query="q", action_sequence=["Action:\n```sql\nSHOW TABLES\n```"]))
+ONE = r'{"query": "q", "action_sequence": ["Action:\n```sql\nSHOW TABLES\n```"]}'
 # Two proposals of four in a list: one lacks a quote, the last is cut by the token limit.
-FOUR = [json.dumps(dict(query=f"q{n}", action_sequence=[dict(name="f", query="x")])) for n in range(4)]
+FOUR = ('[{"query": "q0"}, {"query": "q1, "action_sequence": [{"name": "f", "query": "x"}]}, '
+        '{"query": "q2"}, {"query": "q3", "action_sequence": [{"name": "f", "que')
 
 
 @pytest.mark.parametrize("reply, expected", [
@@ -93,14 +94,14 @@ FOUR = [json.dumps(dict(query=f"q{n}", action_sequence=[dict(name="f", query="x"
     ("none", [None]), ('```json\n{"query": "i want \\ud800"}\n```', [None]), ("```json\n[]\n```", []),
     ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", [None]), ('```\n{"a": 1e999}\n```', [None]),
     (" " * explorer.LONGEST_REPLY + ONE, [None]),  # parsed up to a limit
-    ("[" + ",".join(FOUR).replace('"q1"', '"q1')[:-20], [FOUR[0], None, FOUR[2], None])])
+    (FOUR, ['{"query": "q0"}', None, '{"query": "q2"}', None])])
 def test_an_object_that_cannot_be_parsed_is_none(reply, expected):
     assert explorer.objects(reply) == [json.loads(value or "null") for value in expected]
 
 
 @pytest.mark.parametrize("query, actions, expected", [
     ("q" * 1000, ["a", {"b": 1}], ["a", '{"b": 1}']), ("q" * 1001, ["a"], None),  # too long
-    (" ", ["a"], None)])
+    ("q", "a", None), (" ", ["a"], None)])
 def test_an_object_is_a_proposal_or_of_no_form(query, actions, expected):
     echo = SimpleNamespace(written=lambda task, proposal: dict(task=proposal["action_sequence"]))
     found = explorer.written(echo, "t", dict(query=query, action_sequence=actions))
