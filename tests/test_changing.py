@@ -132,12 +132,6 @@ def weights(run, agent):
     return load_file(run / agent / "model.safetensors")
 
 
-def moved(before, after):
-    """Returns the norm of the difference of two models' weights, in fp64."""
-    return math.sqrt(sum((after[name].double() - before[name].double()).square().sum().item()
-                         for name in before))
-
-
 def test_names_and_outputs_of_the_page_exist_and_each_change_has_a_test(base):
     assert all(f'"{title}"' in Path(__file__).read_text() for title in CHANGES)
     text = (ROOT / "docs/changing.md").read_text()
@@ -204,13 +198,12 @@ def test_a_rate_per_agent(fork):
 
 
 def test_another_optimiser(fork):
-    """One step of SGD moves the weights by the rate times the clipped gradient, and one of AdamW
-    moves each weight by up to the rate."""
-    control, run = fork("another optimiser", "iter1/failure-agent", "--dpo-lr 0.01")
-    of_adamw, distance = (moved(weights(folder, "sft-failure"), weights(folder, "iter1/failure-agent"))
-                          for folder in (control, run))
-    assert distance == pytest.approx(0.01 * min(1, steps(run, "failure")[0]["norm"]), rel=1e-3)
-    assert of_adamw > 100 * distance
+    """One step of SGD moves the weights by the rate times the clipped gradient."""
+    _, run = fork("another optimiser", "iter1/failure-agent", "--dpo-lr 0.01")
+    before, after = weights(run, "sft-failure"), weights(run, "iter1/failure-agent")
+    moved = torch.cat([(after[name].double() - before[name].double()).flatten() for name in before])
+    clipped = min(1, steps(run, "failure")[0]["norm"])
+    assert moved.norm().item() == pytest.approx(0.01 * clipped, rel=1e-3)
 
 
 def test_a_moving_average_as_the_reference(fork):
@@ -300,9 +293,7 @@ def test_a_curriculum(fork):
 
 
 def test_two_failure_agents(fork):
-    control, run = fork("two failure agents", "iter1/pairs-failure.jsonl",
-                        until="iter1/pairs-target.jsonl")
-    assert rows(run / "iter1/failure.jsonl") == rows(control / "iter1/failure.jsonl")
+    _, run = fork("two failure agents", "iter1/pairs-failure.jsonl", until="iter1/pairs-target.jsonl")
     assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-second/train.jsonl")
     assert {"eval-0-second-validation.jsonl", "iter1/second-agent"} <= phases(run).keys()
 

@@ -286,10 +286,9 @@ def test_agents_are_compared_by_role(tmp_path):
 
 
 def test_a_sampled_evaluation_is_named_and_not_compared_with_greedy_episodes(tmp_path):
-    """Two rollouts of the tasks earn 1 and 0, and 1 and 1: 0.75, where the run ended with 0.5.
-    Evaluation does not read beta."""
-    base = made_run(tmp_path / "base", [[0, 0], [0.5, 0.5]], beta=0.1, temperature=0.7)
-    sampled = made_run(tmp_path / "sampled", [[]], method="evaluate", beta=9, temperature=0.7)
+    """Two rollouts of the tasks earn 1 and 0, and 1 and 1: 0.75, where the run ended with 0.5."""
+    base = made_run(tmp_path / "base", [[0, 0], [0.5, 0.5]], temperature=0.7)
+    sampled = made_run(tmp_path / "sampled", [[]], method="evaluate", temperature=0.7)
     write_lines(sampled / "eval-0-target-test.jsonl", [
         trajectory(f"webshop-test-{task}", "target", reward)
         for task, reward in ((0, 1), (0, 0), (1, 1), (1, 1))])
@@ -298,7 +297,6 @@ def test_a_sampled_evaluation_is_named_and_not_compared_with_greedy_episodes(tmp
         greedy -> 1 -> 0.500 [0.500, 0.500]
         temperature 0.7, 2 rollouts -> 0 -> 0.750 [0.500, 1.000]
         temperature 0.7, 2 rollouts - greedy -> 0 - 1 -> +0.250 [+0.000, +0.500]""")
-    assert shown(folder, "Settings", "setting") == ["method", "method"]
     assert shown(folder, "What differs", "difference")[-1:] == [
         "not compared: temperature 0.7, 2 rollouts - greedy"]
 
