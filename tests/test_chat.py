@@ -100,10 +100,8 @@ def answer(usage=None, finish_reason="stop", **message):
 
 def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_path):
     """Three replies are empty, since an observation follows. The protocol has no empty messages."""
-    def answer(messages):
-        return "c" if "test-1" in messages[0]["content"] else "Observation: I am the shop"
-
-    endpoint.answer = answer
+    endpoint.answer = lambda messages: (
+        "c" if "test-1" in messages[0]["content"] else "Observation: I am the shop")
     rows, numbers = run("--max-new-tokens", 50)
     lost = 0, 3, "turn_limit"
     assert column("reward turns ended", rows) == [lost, (1, 1, "done"), lost, lost]
@@ -122,15 +120,15 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_
 
 def test_examples_are_expert_conversations_and_the_rules_stand_once(
         endpoint, run, monkeypatch, tmp_path):
-    splits = Guess.splits | dict(train=Guess.splits["train"] | {"0": "letter test-3"})  # evaluated
-    monkeypatch.setattr(Guess, "splits", splits)
+    monkeypatch.setitem(Guess.splits["train"], "0", "letter test-3")  # evaluated
     run("--examples", 2)
     messages = endpoint.seen[0][2]["messages"]
     assert column("role", messages) == ["user", "assistant"] * 4 + ["user"]
     assert column("content", messages) == [
         "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
         "letter test-0"]
-    monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
+    for task in "23":
+        monkeypatch.delitem(Guess.splits["train"], task)
     said = refusal(partial(run, out=tmp_path / "again"), "--examples", 2)
     assert "succeed on tasks that are not evaluated: 1; lower --examples" in said
 
@@ -235,11 +233,9 @@ def test_an_error_costs_no_reward(endpoint, run, tmp_path, text, before):
     endpoint.answer = play_the_expert
     for times in 1, 999:
         endpoint.faults = [False] * before + [fault_of(text)] * times
-        out = tmp_path / str(times)
-        again = partial(run, "--slots", 4, "--refused", "zero", out=out)
+        again = partial(run, "--slots", 4, "--refused", "zero", out=tmp_path / str(times))
         if times > 1 or text == "401":
             assert re.fullmatch("http.*resume", refusal(again))
-            assert not (out / EVAL).exists()
             endpoint.faults = []
         rows, _ = again()
         assert column("reward", rows) == [1] * 4

@@ -347,24 +347,21 @@ def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
     assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))
 
 
-class Overlapping(Letters):
-    splits = Letters.splits | {"test": {str(n): n for n in range(5)}}
-
-
 class Fixed(Letters):
     task_generator = Environment.task_generator
 
 
-def test_tasks_that_cannot_be_had_are_refused(run, tmp_path):
+def test_tasks_that_cannot_be_had_are_refused(run, tmp_path, monkeypatch):
     """What is evaluated is not trained on. A missing task generator is found before a phase runs."""
     for method, source in ("evolve", "train"), ("grpo", "explore"):
         line = refusal(lambda: run(method, method, Fixed, start_from=source))
         assert line.startswith("letters: this environment makes no new tasks; give --method grpo")
         assert read_json(tmp_path / method / "phases.json") == {}
-    rows, _ = evolve.first_tasks(run(None, env=Overlapping), i=0)
+    monkeypatch.setitem(Letters.splits, "test", {str(n): n for n in range(5)})
+    rows, _ = evolve.first_tasks(run(None), i=0)
     assert rows == [dict(task="letters-train-5", joined=0)]
     assert "no training task is left, because all 5 are evaluated" in refusal(
-        evolve.training_tasks, run(None, "five", Overlapping, train_tasks=5))
+        evolve.training_tasks, run(None, "five", train_tasks=5))
 
 
 def test_segments_and_an_evolution_without_new_tasks_change_nothing_in_grpo(run):
