@@ -165,9 +165,8 @@ def test_cdpo(fork):
 
 def test_simpo(fork):
     flags = "--reference none --log-prob-reduction mean --beta 2 --lambda-sft 0"
-    folders = fork("SimPO", "iter1/failure-agent", flags, until="iter1/target-agent")
+    folders = fork("SimPO", "iter1/failure-agent", flags)
     for folder, gamma in zip(folders, (0, 1)):
-        assert steps(folder, "target")[0]["sft"] == 0
         losses = [math.log(1 + math.exp(gamma - row["first"][2])) for row in margins(folder, "failure")]
         assert steps(folder, "failure")[0]["loss"] == pytest.approx(fmean(losses), rel=1e-5)
 

@@ -107,7 +107,7 @@ def test_what_changed_nothing_is_no_pattern_and_no_part_of_a_solution(name, idle
         replies, idle[:2] + replies))
     assert found == again and generator.verify(found) is None
     for before, reason in (idle[:1], says), (["SHOW TABLES"] * 11, "longer"):
-        assert reason in generator.verify({**found, "solution": before + found["solution"]})
+        assert reason in generator.verify(dict(found, solution=before + found["solution"]))
 
 
 def test_gold_queries_invert_to_questions_with_the_same_rows():
@@ -149,7 +149,7 @@ def test_questions_of_a_split_or_without_an_answer_are_refused():
         gold -> SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2 -> cannot be run
         gold -> SELECT '\ud800' -> cannot be run
         gold -> SELECT '\0' -> cannot be run"""):
-        assert says in generator.refusal({**new, field: text}), text
+        assert says in generator.refusal(new | {field: text}), text
 
 
 def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():
@@ -158,7 +158,7 @@ def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():
     new = found["task"]
     assert found["text"] == new["instruction"] and generator.refusal(new) is None
     for split in env.splits:
-        higher = 0 if split == "train" else 7
+        higher = 7 * (split != "train")
         for goal in map(env.find, env.tasks(split)[:20]):
             other = dict(goal, instruction="in other words", price_upper=goal["price_upper"] + higher)
             assert generator.refusal(other) == "a goal of a split"

@@ -77,8 +77,6 @@ def test_proposals_of_another_form_are_counted_and_never_repaired(explore):
     """The text after an action is not played."""
     (episode, _), finds, taken = explore(BADLY, 1)
     assert [row["task"] for row in finds] == [None] * 6 and taken["unreadable"] == 1
-    assert {evolve.refusal(None, row, set(), [], 1.0) for row in finds} == {
-        "not of the form that was asked for"}
     assert [m["content"] for m in episode.messages[1::2]] == ["DROP TABLE x; --"] * 10  # not a submission
     assert all("Error" in m["content"] for m in episode.messages[2::2])
 

@@ -13,7 +13,6 @@ from lab.page import figures, page, report
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
             "hard_threshold": 0.6, "rollouts": 2, "lambda_sft": 0.1, "cut_turns": -1}
-WANT = "i need a red cotton curtain that is machine washable, and price lower than 40.00 dollars"
 
 
 
@@ -44,7 +43,7 @@ for output in REWARDS:
 
 
 def trajectory(task, agent, reward, iteration=1, rollout=0, replies=("click[x]",)):
-    page = f"Instruction: [SEP] {WANT} [SEP]"
+    page = "Instruction: [SEP] i need a red curtain, and price lower than 40.00 dollars [SEP]"
     messages = [dict(role="user", content=f"WebShop [SEP] {page} Search")]
     for reply in replies:
         messages += [dict(role="assistant", content=reply),

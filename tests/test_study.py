@@ -199,15 +199,13 @@ def test_runs_of_one_name_are_seeds_and_only_settings_that_are_read_differ(tmp_p
         ipo - base -> 3, 4 -> +0.000 ± 0.000 [+0.000, +0.000] (0 of 2)""")
 
 
-def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path):
+def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, small_model):
     base = made_run(tmp_path / "base", [[0, 0], [1.0, 0.5]], eval_splits="test")
     more = made_run(tmp_path / "more", [[0, 0, 0]], eval_splits="test")
     dev = made_run(tmp_path / "dev", [[0, 0]], eval_splits="validation")
-    (tmp_path / "agent").mkdir()
-    (tmp_path / "agent/config.json").write_text('{"model_type": "llama"}')
     refused(lambda *words: compared(tmp_path, *words), [
         (f"{base} eto={more}", "both eto with seed 3; leave one out"),
-        (f"{base} {tmp_path}/agent", "agent: not a run"),
+        (f"{base} {small_model}", "not a run"),
         (f"{base} x={more}", "test.jsonl has 3 tasks, which are not the 2 of"),
         (f"{base} x={dev}", f"--eval-splits validation, and {base} test")])
 
@@ -224,7 +222,7 @@ def test_notes_unfinished_runs_branches_of_other_seeds_and_emptied_files(tmp_pat
     assert notes == ["fork -> unfinished, iteration 1"]
     changed(fork, finished=True, branch=dict(seed=2))
     (fork / "eval-1-target-test.jsonl").write_text("")
-    folder = compared(tmp_path, f"base={base}", f"fork={fork}")
+    compared(tmp_path, f"base={base}", f"fork={fork}")
     assert not shown(folder, "Runs to note", "method")
     assert shown(folder, "Evaluation", "seed, iteration") == ["3 -> 2", "2>3 -> 0"]
 
@@ -391,12 +389,10 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, study.stop)
         study.main(f"webshop --methods sft --seeds 3 4 --jobs 2 --out {tmp_path}/out".split())
 
-    def logs():
-        return [log.read_text() for log in tmp_path.glob("out/*.log")]
-
     process = fork(work, said)
     # The cores of a machine do not change what a study of the tiny model finds.
-    wait_until(lambda: logs() == ["works 1\n"] * 2, "both runs to write to their logs")
+    wait_until(lambda: [log.read_text() for log in tmp_path.glob("out/*.log")] == ["works 1\n"] * 2,
+               "both runs to write to their logs")
     family = psutil.Process(process).children(recursive=True)
 
     def is_stopped():
@@ -435,11 +431,10 @@ def test_runs_are_concurrent_but_start_after_those_whose_steps_they_take(tmp_pat
 def test_no_run_starts_after_one_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo $*; exit 2")
-    arms = {arm: methods.ARMS[arm] for arm in ("sft", "eto")}
-    said = refusal(study.make_runs, "webshop", arms, [3, 4], tmp_path, [], 1)
-    assert f"sft-s3 ended with status 2; {tmp_path}/sft-s3.log has" in said
-    assert [file.name for file in tmp_path.glob("*.log")] == ["sft-s3.log"]
-    assert (tmp_path / "sft-s3.log").read_text().startswith("webshop --")
+    said = refusal(study.make_runs, "webshop", methods.ARMS, [3, 4], tmp_path, [], 1)
+    assert f"coevolve-s3 ended with status 2; {tmp_path}/coevolve-s3.log has" in said
+    log, = tmp_path.glob("*.log")
+    assert log.read_text().startswith("webshop --")
 
 
 @pytest.mark.parametrize("line, expected", [
