@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,14 +46,16 @@ def changes(page):
 CHANGES = changes("docs/changing.md") | changes("docs/environments.md")
 
 
-def ours():
-    return {name: m for name, m in sys.modules.items() if name.split(".")[0] in FILES + FOLDERS}
+def forget():
+    """Unloads the modules of the program, and returns them."""
+    names = [name for name in sys.modules if name.split(".")[0] in FILES + FOLDERS]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 @pytest.fixture
 def changed(tmp_path, monkeypatch):
     """changed(title) -> the module coevolve of a copy of the program with this change."""
-    before = ours()
+    before = forget()
 
     def start(title):
         folder = tmp_path / title.replace(" ", "-")
@@ -62,19 +63,17 @@ def changed(tmp_path, monkeypatch):
         shutil.copytree(ROOT, folder, ignore=left_out)
         for file, old, new in CHANGES.get(title, []):
             path = folder / file
-            text = path.read_text() if old else ""
-            assert text.count(old) == 1 or not old and not path.exists(), (file, old)
+            text = path.read_text() if path.exists() else ""
+            assert text.count(old) == 1, (file, old)
             path.parent.mkdir(exist_ok=True)
-            path.write_text(text.replace(old, new) if old else new)
+            path.write_text(text.replace(old, new))
             assert all(len(line) <= 100 for line in new.splitlines())
-        for name in ours():
-            del sys.modules[name]
+        forget()
         monkeypatch.syspath_prepend(folder)
         return importlib.import_module("coevolve")
 
     yield start
-    for name in ours():
-        del sys.modules[name]
+    forget()
     sys.modules.update(before)
 
 
@@ -105,13 +104,14 @@ def base(tmp_path_factory):
 @pytest.fixture
 def fork(base, changed, tmp_path):
     """fork(title, OUTPUT, flags) -> the folders of two runs that branch from `base` at OUTPUT with
-    the same flags, of the unchanged and of the changed program. Without flags, the first is base."""
+    the same flags, of the unchanged and of the changed program. Without flags, the first is base.
+    They end after OUTPUT, or after the output `until`."""
     def start(title, output, flags="", until=None):
         folders = [base]
         for name in ["unchanged", title] if flags else [title]:
             folders.append(tmp_path / f"run-{name.replace(' ', '-')}")
             train(changed(name), ["--env", "webshop", "--branch", f"{base}@{output}", "--out",
-                                  folders[-1], *flags.split()], until)
+                                  folders[-1], *flags.split()], until or output)
         return folders[-2:]
     return start
 
@@ -132,12 +132,6 @@ def weights(run, agent):
     return load_file(run / agent / "model.safetensors")
 
 
-def moved(before, after):
-    """Returns the norm of the difference of two models' weights, in fp64."""
-    return math.sqrt(sum((after[name].double() - before[name].double()).square().sum().item()
-                         for name in before))
-
-
 def test_names_and_outputs_of_the_page_exist_and_each_change_has_a_test(base):
     assert all(f'"{title}"' in Path(__file__).read_text() for title in CHANGES)
     text = (ROOT / "docs/changing.md").read_text()
@@ -154,7 +148,7 @@ def test_names_and_outputs_of_the_page_exist_and_each_change_has_a_test(base):
 
 
 def test_ipo(fork):
-    control, run = fork("IPO", "iter1/failure-agent", "--dpo-epochs 2", until="iter1/failure-agent")
+    control, run = fork("IPO", "iter1/failure-agent", "--dpo-epochs 2")
     (first, second), (of_dpo, _) = (steps(each, "failure") for each in (run, control))
     assert first["norm"] == pytest.approx(of_dpo["norm"], rel=1e-4)
     assert (first["loss"], of_dpo["loss"]) == pytest.approx((1 / 8, LN2), rel=1e-5)
@@ -163,7 +157,7 @@ def test_ipo(fork):
 
 
 def test_cdpo(fork):
-    folders = fork("cDPO", "iter1/failure-agent", until="iter1/failure-agent")
+    folders = fork("cDPO", "iter1/failure-agent")
     [of_dpo], [first] = (steps(folder, "failure") for folder in folders)
     assert first["loss"] == first["dpo"] == pytest.approx(LN2) and first["sft"] == 0
     assert first["norm"] / of_dpo["norm"] == pytest.approx(0.8, rel=1e-4)
@@ -171,16 +165,14 @@ def test_cdpo(fork):
 
 def test_simpo(fork):
     flags = "--reference none --log-prob-reduction mean --beta 2 --lambda-sft 0"
-    folders = fork("SimPO", "iter1/failure-agent", flags, until="iter1/target-agent")
+    folders = fork("SimPO", "iter1/failure-agent", flags)
     for folder, gamma in zip(folders, (0, 1)):
-        assert read_json(folder / "config.json")["settings"]["beta_later"] == 2
-        assert steps(folder, "target")[0]["sft"] == 0
         losses = [math.log(1 + math.exp(gamma - row["first"][2])) for row in margins(folder, "failure")]
         assert steps(folder, "failure")[0]["loss"] == pytest.approx(fmean(losses), rel=1e-5)
 
 
 def test_infonca(fork):
-    _, run = fork("InfoNCA", "iter1/target-agent", "--method eto", until="iter1/target-agent")
+    _, run = fork("InfoNCA", "iter1/target-agent", "--method eto")
     played = rows(run / "experts.jsonl") + rows(run / "iter1/target.jsonl")
     counts = Counter(e["task"] for e in played if e["ended"] != "context_limit")
     mean = fmean(math.log(n) for n in counts.values())
@@ -190,8 +182,8 @@ def test_infonca(fork):
     dpo = importlib.import_module("dpo")
     group = dpo.Group()
     for reward, reference in (1.0, -2.0), (0.9, -3.0):
-        group.add(dpo.Trajectory(ids=[0, 0], action_mask=[0, 1], reward=reward))
-        group.trajectories[-1].ref_log_prob = reference
+        t = group.add(dpo.Trajectory(ids=[0, 0], action_mask=[0, 1], reward=reward))
+        t.ref_log_prob = reference
     losses, _ = dpo.infonca_loss(torch.tensor([-1.5, -2.9]), [group], beta=2.0)
     p, log_q = 1 / (1 + math.exp(-1)), -math.log(1 + math.exp(-0.8))
     assert losses["loss"].item() == pytest.approx(-p * log_q - (1 - p) * (log_q - 0.8))
@@ -205,14 +197,12 @@ def test_a_rate_per_agent(fork):
 
 
 def test_another_optimiser(fork):
-    """One step of SGD moves the weights by the rate times the clipped gradient, and one of AdamW
-    moves each weight by up to the rate."""
-    control, run = fork("another optimiser", "iter1/failure-agent", "--dpo-lr 0.01",
-                        until="iter1/failure-agent")
-    of_adamw, distance = (moved(weights(folder, "sft-failure"), weights(folder, "iter1/failure-agent"))
-                          for folder in (control, run))
-    assert distance == pytest.approx(0.01 * min(1, steps(run, "failure")[0]["norm"]), rel=1e-3)
-    assert of_adamw > 100 * distance
+    """One step of SGD moves the weights by the rate times the clipped gradient."""
+    _, run = fork("another optimiser", "iter1/failure-agent", "--dpo-lr 0.01")
+    before, after = weights(run, "sft-failure"), weights(run, "iter1/failure-agent")
+    moved = torch.cat([(after[name].double() - before[name].double()).flatten() for name in before])
+    clipped = min(1, steps(run, "failure")[0]["norm"])
+    assert moved.norm().item() == pytest.approx(0.01 * clipped, rel=1e-3)
 
 
 def test_a_moving_average_as_the_reference(fork):
@@ -222,7 +212,6 @@ def test_a_moving_average_as_the_reference(fork):
     old, new = weights(run, "sft-target"), weights(run, "iter1/target-agent")
     for name, weight in weights(run, "iter1/reference").items():
         torch.testing.assert_close(weight, 0.9 * old[name] + 0.1 * new[name])
-    assert rows(run / "iter2/pairs-target.jsonl") == rows(control / "iter2/pairs-target.jsonl")
     # pi_ref has moved a tenth of the way to the policy, so the first margins are nine tenths.
     averaged, of_sft = (sum(abs(row["first"][2]) for row in margins(folder, "target", 2))
                         for folder in (run, control))
@@ -231,11 +220,9 @@ def test_a_moving_average_as_the_reference(fork):
 
 def test_lora(fork):
     pytest.importorskip("peft")
-    _, run = fork("LoRA", "iter1/failure-agent", "--dpo-lr 1e-4 --dpo-epochs 2",
-                  until="iter1/failure-agent")
+    _, run = fork("LoRA", "iter1/failure-agent", "--dpo-lr 1e-4 --dpo-epochs 2")
     first, last = steps(run, "failure")
     assert first["loss"] == pytest.approx(LN2) and last["loss"] < LN2
-    assert not [*(run / "iter1/failure-agent").glob("adapter*")]
     before, after = weights(run, "sft-failure"), weights(run, "iter1/failure-agent")
     assert before.keys() == after.keys()
     trained = [name for name, weight in before.items() if (after[name] != weight).any()]
@@ -271,68 +258,49 @@ def test_a_filter_between_two_phases(base, changed, tmp_path, title, more, keeps
 
 def test_a_reversed_failure_agent(fork):
     control, run = fork("a reversed failure agent", "iter1/failure-agent",
-                        "--cut-turns -1 --rejected-ends count", until="iter1/failure-agent")
+                        "--cut-turns -1 --rejected-ends count")
     reversed_pairs = [(task, kind, b, a) for task, kind, a, b in learned_from(control)]
     assert learned_from(run) == sorted(reversed_pairs)
 
 
-def pairs_of(core, run):
-    """Returns the target's pairs that a program makes of iteration 1 of a run."""
-    stub = SimpleNamespace(settings=core.Settings(), name="")
-    read = importlib.import_module("engine.trajectories").read
-    lists = [read(run / name) for name in ("experts.jsonl", "iter1/target.jsonl", "iter1/failure.jsonl")]
-    return core.target_pairs(stub, *lists)[0], lists[0]
-
-
-def test_weights_by_hardness(base, changed):
-    pairs, _ = pairs_of(changed("expert pairs weigh more, the harder their negative is"), base)
+def test_weights_by_hardness(fork):
+    output = "iter1/pairs-target.jsonl"
+    _, run = fork("expert pairs weigh more, the harder their negative is", output)
     of_task = defaultdict(list)
-    for pair in pairs:
-        imitated = pair.chosen.agent == "expert" or pair.chosen.reward == 1
-        assert pair.sft_weight == imitated * pair.weight
-        if pair.kind != "failure>failure":
-            of_task[pair.chosen.task].append(pair)
+    for row in rows(run / output):
+        chosen, weight = row["chosen"], row["weight"]
+        imitated = chosen["agent"] == "expert" or chosen["reward"] == 1
+        assert row["sft_weight"] == imitated * weight
+        if "expert" in row["kind"]:
+            of_task[row["task"]].append((weight, 0.5 + row["rejected"]["reward"]))
     for same_task in of_task.values():
-        parts = [0.5 + pair.rejected.reward for pair in same_task]
-        assert [pair.weight for pair in same_task] == pytest.approx([x / sum(parts) for x in parts])
-    assert sum(len({pair.weight for pair in same}) > 1 for same in of_task.values()) >= 3
+        found, parts = zip(*same_task)
+        assert found == pytest.approx([part / sum(parts) for part in parts])
+    assert sum(len({*same_task}) > 1 for same_task in of_task.values()) >= 3
 
 
-@pytest.mark.parametrize("i", [1, 2])
-def test_a_curriculum(base, changed, i):
-    core = changed("a curriculum")
-    settings = core.Settings(iterations=2, reference="none", cut_turns=-1)
-    run = SimpleNamespace(settings=settings, encoder=None, load=lambda *_: None,
-                          fit=lambda model, steps, *_: (None, dict(steps=steps)))
-    pairs, experts = pairs_of(core, base)
-    _, numbers = core.train_target(run, Path(), Path(), pairs, experts, name="target", i=i)
+def test_a_curriculum(fork):
+    """In the first of two iterations, half of the tasks and one more are trained on."""
+    _, run = fork("a curriculum", "iter1/target-agent", "--iterations 2")
     nearest = defaultdict(float)  # task -> the best reward of a rejected trajectory
-    for pair in pairs:
-        nearest[pair.chosen.task] = max(nearest[pair.chosen.task], pair.rejected.reward)
-    trained = {group.pairs[0].chosen.task for step in numbers["steps"] for group in step}
-    assert len(trained) == {1: 1 + len(nearest) // 2, 2: len(nearest)}[i]
+    for row in rows(run / "iter1/pairs-target.jsonl"):
+        nearest[row["task"]] = max(nearest[row["task"]], row["rejected"]["reward"])
+    trained = {row["task"] for row in margins(run, "target")}
+    assert len(trained) == 1 + len(nearest) // 2
     left = [nearest[task] for task in {*nearest} - trained]
-    assert min(nearest[task] for task in trained) >= max(left, default=0)
-    assert len({*nearest.values()}) > 2
+    assert min(nearest[task] for task in trained) >= max(left) and len({*nearest.values()}) > 2
 
 
 def test_two_failure_agents(fork):
-    control, run = fork("two failure agents", "iter1/pairs-failure.jsonl",
-                        until="iter1/pairs-target.jsonl")
-    assert rows(run / "iter1/failure.jsonl") == rows(control / "iter1/failure.jsonl")
+    _, run = fork("two failure agents", "iter1/pairs-failure.jsonl", until="iter1/pairs-target.jsonl")
     assert rows(run / "sft-failure/train.jsonl") != rows(run / "sft-second/train.jsonl")
-    assert "eval-0-second-validation.jsonl" in phases(run)
+    assert {"eval-0-second-validation.jsonl", "iter1/second-agent"} <= phases(run).keys()
 
-    experts = {e["task"]: e["reward"] for e in rows(run / "experts.jsonl")}
-    worse = [e for e in rows(run / "iter1/second.jsonl")
-             if e["ended"] != "context_limit" and e["reward"] < experts[e["task"]]]
-    kinds = phases(run)["iter1/pairs-target.jsonl"]["pairs"]
-    assert kinds["expert>second"] == len(worse) > 5
+    assert phases(run)["iter1/pairs-target.jsonl"]["pairs"]["expert>second"] > 5
     for agent in "failure", "second":
         pairs = rows(run / f"iter1/pairs-{agent}.jsonl")
         named = {row[side]["agent"] for row in pairs for side in ("chosen", "rejected")}
         assert named == {"target", "failure", "second"}
-        assert (run / f"iter1/{agent}-agent/model.safetensors").exists()
 
 
 def test_pairs_of_its_own_for_an_agent(fork):
@@ -353,9 +321,8 @@ def test_a_new_phase_is_printed_and_shown_on_the_page(fork, capsys):
     before, after = (rows(run / f"iter1/{name}-target.jsonl") for name in ("pairs", "judged"))
     assert after == [row for row in before
                      if row["chosen"]["reward"] - row["rejected"]["reward"] > 0.4]
-    assert row["function"] == "judge" and row["kept"] == len(after) > 5
+    assert row["kept"] == len(after) == len(margins(run, "target")) > 5
     assert row["refused"] == len(before) - len(after) > 5
-    assert len(margins(run, "target")) == len(after)
 
     assert f"{len(after)} kept, {row['refused']} refused" in capsys.readouterr().out
     report.close(run)
@@ -372,13 +339,10 @@ def test_a_new_environment(changed, tmp_path):
     core, run = changed("an environment"), tmp_path / "run"
     train(core, ["--env", "echo", "--words", 3, "--rollouts", 2, "--iterations", 1, "--out", run,
                  "--train-tasks", 12, "--eval-tasks", 12, "--sft-epochs", 4])
-    solved = Counter()
-    for name, phase in phases(run).items():
-        if phase["function"] in ("explore", "evaluate"):
-            for e in rows(run / name):
-                (_, *asked), said = (m["content"].split() for m in e["messages"])
-                right = sum(a == b for a, b in zip(asked, said))
-                assert len(asked) == 3 and e["reward"] == pytest.approx(right / 3)
-                solved[name, right] += 1
-            assert phase["success"] == solved[name, 3] / phase["episodes"]
-    assert any(right == 2 for _, right in solved)
+    found = set()
+    for e in rows(run / "iter1/target.jsonl") + rows(run / "eval-1-target-test.jsonl"):
+        (_, *asked), said = (m["content"].split() for m in e["messages"])
+        right = sum(a == b for a, b in zip(asked, said))
+        assert len(asked) == 3 and e["reward"] == pytest.approx(right / 3)
+        found.add(right)
+    assert 2 in found

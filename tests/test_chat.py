@@ -98,23 +98,17 @@ def answer(usage=None, finish_reason="stop", **message):
 # --------------------------------------------------------------------------------- evaluations
 
 
-@pytest.mark.parametrize("slots", [1, 9])
-def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_path, slots):
-    endpoint.answer = lambda messages: "c" if "test-1" in messages[0]["content"] else "x"
-    rows, numbers = run("--slots", slots)
+def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, tmp_path):
+    """Three replies are empty, since an observation follows. The protocol has no empty messages."""
+    endpoint.answer = lambda messages: "c" if "test-1" in str(messages) else "Observation: my shop"
+    rows, numbers = run("--max-new-tokens", 50)
     lost = 0, 3, "turn_limit"
     assert column("reward turns ended", rows) == [lost, (1, 1, "done"), lost, lost]
-    assert column("task", rows) == [f"guess-test-{n}" for n in range(4)]
-    assert column("role", rows[0]["messages"]) == ["user", "assistant"] * 3
     expected = dict(reward=0.25, success=0.25, episodes=4, requests=10, prompt_tokens=1000,
                     completion_tokens=70, retries=0, cut_replies=0)
     assert numbers.items() >= expected.items() and "refused" not in numbers
     assert (tmp_path / "run/run.html").exists()
 
-
-def test_the_request_is_that_of_the_protocol(endpoint, run):
-    endpoint.answer = lambda messages: "Observation: I am the shop" if len(messages) == 1 else "c"
-    rows, _ = run("--max-new-tokens", 50)
     opening = dict(role="user", content="Guess.\n\nletter test-0")
     body = dict(model="m", temperature=0, max_tokens=50, messages=[opening])
     assert endpoint.seen[0] == ("/v1/chat/completions", f"Bearer {KEY}", body)
@@ -125,15 +119,15 @@ def test_the_request_is_that_of_the_protocol(endpoint, run):
 
 def test_examples_are_expert_conversations_and_the_rules_stand_once(
         endpoint, run, monkeypatch, tmp_path):
-    splits = Guess.splits | dict(train=Guess.splits["train"] | {"0": "letter test-3"})  # evaluated
-    monkeypatch.setattr(Guess, "splits", splits)
+    monkeypatch.setitem(Guess.splits["train"], "0", "letter test-3")  # evaluated
     run("--examples", 2)
     messages = endpoint.seen[0][2]["messages"]
     assert column("role", messages) == ["user", "assistant"] * 4 + ["user"]
     assert column("content", messages) == [
         "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
         "letter test-0"]
-    monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
+    for task in "23":
+        monkeypatch.delitem(Guess.splits["train"], task)
     said = refusal(partial(run, out=tmp_path / "again"), "--examples", 2)
     assert "succeed on tasks that are not evaluated: 1; lower --examples" in said
 
@@ -238,11 +232,9 @@ def test_an_error_costs_no_reward(endpoint, run, tmp_path, text, before):
     endpoint.answer = play_the_expert
     for times in 1, 999:
         endpoint.faults = [False] * before + [fault_of(text)] * times
-        out = tmp_path / str(times)
-        again = partial(run, "--slots", 4, "--refused", "zero", out=out)
+        again = partial(run, "--slots", 4, "--refused", "zero", out=tmp_path / str(times))
         if times > 1 or text == "401":
             assert re.fullmatch("http.*resume", refusal(again))
-            assert not (out / EVAL).exists()
             endpoint.faults = []
         rows, _ = again()
         assert column("reward", rows) == [1] * 4
@@ -258,12 +250,10 @@ def test_a_conversation_that_alone_is_refused(endpoint, run, text, turn, ended, 
         return fault_of(text) if refuses else others(body)
 
     endpoint.answer, endpoint.respond, others = play_the_expert, respond, endpoint.respond
-    flags = ["--slots", 4]
     if turn == 0:
-        said = refusal(run, *flags)
+        said = refusal(run, "--slots", 4)
         assert re.fullmatch(f"guess-test-{task}: http.*; .*--refused zero.*", said)
-        flags += ["--refused", "zero"]
-    rows, numbers = run(*flags)
+    rows, numbers = run("--slots", 4, "--refused", "stop" if turn else "zero")
     expected = [(1, 2, "done")] * 4
     expected[task] = 0, turn, ended
     assert column("reward turns ended", rows) == expected
@@ -306,7 +296,7 @@ def test_a_stop_waits_for_no_request_in_flight_and_sends_no_other(endpoint, run)
 
 
 @pytest.mark.parametrize("asked, least", [
-    (None, 0), ("0", 0), ("soon", 0), ("9" * 5000, 0), ("Wed, 99 Oct 99999", 0), (" 7 ", 7), ("999", 120),
+    (None, 0), ("soon", 0), ("9" * 5000, 0), ("Wed, 99 Oct 99999", 0), (" 7 ", 7), ("999", 120),
     ("Wed, 21 Oct 2099 07:28:00 GMT", 120)])
 def test_waits_grow_whatever_an_endpoint_asks_for(call, asked, least):
     reply, used = call(*[(429, "slow down", {"Retry-After": asked} if asked else {})] * 5)
@@ -334,8 +324,8 @@ def test_the_first_answer_decides_the_body_of_all_requests(
 
 
 def test_an_address_may_name_the_whole_path(endpoint, call):
-    for address in (endpoint.url, f"{endpoint.url}/", f"{endpoint.url}/chat/completions"):
-        call(url=address)
+    for end in "/", "/chat/completions":
+        call(url=endpoint.url + end)
     assert {path for path, _, _ in endpoint.seen} == {"/v1/chat/completions"}
     assert "most addresses end in /v1" in str(call((404, "no", {}), url=endpoint.url[:-3])[0])
 
@@ -357,8 +347,8 @@ def test_keys(endpoint, call, monkeypatch):
     '{"choices": [{"message": {"content": "<think>so click"}}]}'])
 def test_reasoning_alone_and_empty_replies_are_counted_and_told(endpoint, run, capsys, text):
     thought = fault_of(text)
-    for faults, policy in ([thought], "stop"), ([thought] * 4, "zero"):
-        endpoint.faults = faults
+    for policy in "stop", "zero":
+        endpoint.faults = [thought] * 4
         said = refusal(run, "--refused", policy)
         assert re.search("guess-test-0: .*reasoning.*--max-new-tokens", said)
     endpoint.faults = [thought, answer(content=None), False, answer(content=" \n"), thought]
@@ -438,8 +428,8 @@ def test_no_request_is_sent_if_prompt_and_reply_exceed_max_tokens(
     usage = dict(prompt_tokens=prompt, completion_tokens=4000 * bool(prompt))  # with reasoning
     endpoint.faults = [answer(content="x" * size, usage=usage)] * 99
     rows, _ = run("--max-tokens", 100, "--max-new-tokens", 50)
-    assert column("turns", rows) == [turns] * 4 and len(endpoint.seen) == 4 * turns
-    assert column("ended", rows) == ["turn_limit" if turns == 3 else "context_limit"] * 4
+    ended = "turn_limit" if turns == 3 else "context_limit"
+    assert column("turns ended", rows) == [(turns, ended)] * 4 and len(endpoint.seen) == 4 * turns
 
 
 # ------------------------------------------------------------- an agent that a run has trained

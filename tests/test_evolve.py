@@ -3,7 +3,7 @@
 import os
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import cache
 from types import SimpleNamespace
 
@@ -12,13 +12,13 @@ import torch
 from conftest import files_of, in_ranks, kills_until_it_ends, refusal, refused, table
 
 import evolve
+import grpo
 from common.files import read_json, read_jsonl
 from common.settings import parse
 from dpo import Trajectory
 from engine.trajectories import read
 from environments import converse, environment, make
 from envs import Environment, Step
-from grpo import advantages_of
 
 # ----------------------------------------------------------------------- signals, picks and plans
 
@@ -30,45 +30,30 @@ def segment(task, y, step=1):
             for n, won in enumerate(y)]
 
 
-@pytest.mark.parametrize("won, window, found", [
-    ("40", 5, 1), ("21", 5, 1), ("42", 5, 0),               # 2 of 4 count as solved
-    ("00", 5, 0), ("0", 5, 0), ("4", 5, 0),                 # never solved; one group
-    ("4000", 3, 3), ("4000", 2, 0), ("4040", 5, 1)])        # outside the window; the last one
-def test_forgetting(won, window, found):
-    """`won` has the number of successes in each group of four episodes. The last group is in this
-    segment, and those before it are in the previous one. Task b is not played in this segment. The
-    success in the evidence is from the group that was solved, and the failure is from the last."""
-    *before, now = [segment("a", ("1" * int(count)).ljust(4, "0"), step)
-                    for step, count in enumerate(won)]
-    earlier = [*sum(before, []), *segment("b", "1", 90), *segment("b", "0", 91)]
-    rows = list(evolve.forgetting(evolve.collect_history([earlier, now], window), None))
-    assert [(row["task"], row["visits_ago"]) for row in rows] == [("a", found)] * bool(found)
-    for row in rows:
-        last = len(won) - 1
-        assert (row["success_then"], row["failure"][0]) == ([last - found, 0], last)
+def test_forgetting_and_boundary():
+    """A digit of a task is its successes in a group of four episodes. The last group is in this
+    segment. Of three groups before it, the latest with two successes or more is named."""
+    won = {" ": "", "0": "0000", "1": "1000", "2": "1100", "4": "1111"}
+    segments = [[] for _ in range(5)]
+    for task in ("21", "42", "00", "4", "4000", "40000", "4040", "40 "):
+        for step, digit in enumerate(task.rjust(5)):
+            segments[step] += segment(task, won[digit], step)
+    history = evolve.collect_history(segments, 3)
+    assert [[*row.values()] for row in evolve.forgetting(history, None)] == [
+        ["21", 1, [4, 1], [4, 0], [3, 0]], ["4000", 3, [4, 0], None, [1, 0]],
+        ["4040", 1, [4, 0], None, [3, 0]]]
+    assert [[*row.values()] for row in evolve.boundary(history, None)] == [
+        ["21", 1, [4, 1], [4, 0]], ["42", 2, [4, 2], [4, 0]]]
 
 
-@pytest.mark.parametrize("y, found", [("000", []), ("100", [1]), ("110", [2]), ("111", [])])
-def test_boundary(y, found):
-    rows = evolve.boundary(evolve.collect_history([segment("a", y)], 5), None)
-    assert list(rows) == [dict(task="a", successes=n, failure=[1, n], success=[1, 0]) for n in found]
-
-
-@pytest.mark.parametrize("below, least, expected", [
-    (3.0, 1, {"p": 2}),  # 3 of 100 is at the threshold
-    (3.1, 1, {"p": 2, "q": 3}), (3.1, 3, {"q": 3})])
-def test_rare(below, least, expected, monkeypatch):
-    """Of 100 episodes 2 hold p, 3 q and 95 r. The evidence is of those that hold it, and the task
-    is that of the worst of them."""
-    held = [{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95
-    episodes = segment("won", "1") + segment("lost", "0") + segment("t", "1" * 98)
-    monkeypatch.setattr(evolve, "RARE_BELOW", below)
-    history = evolve.History({}, episodes, held)
-    rows = [*evolve.rare(history, evolve.Settings(rare_min=least))]
-    assert {row["pattern"]: row["episodes"] for row in rows} == expected
-    for row in rows:
-        if row["pattern"] == "p":
-            assert (row["task"], row["failure"], row["success"]) == ("lost", [1, 0], [1, 0])
+def test_rare(monkeypatch):
+    """Of 100 episodes 1 holds o, 2 hold p, and 3 q, as many as the threshold. The evidence is of
+    those that hold it, and the task is that of the worst of them."""
+    episodes = segment("t", "0" + "1" * 97, 3) + segment("won", "1") + segment("lost", "0", 2)
+    monkeypatch.setattr(evolve, "RARE_BELOW", 3.0)
+    history = evolve.History({}, episodes, [{"q"}] * 3 + [{"o"}] + [{"r"}] * 94 + [{"p"}] * 2)
+    assert [*evolve.rare(history, evolve.Settings(rare_min=2))] == [
+        dict(task="lost", pattern="p", episodes=2, failure=[2, 0], success=[1, 0])]
 
 
 def test_signals_pick_in_turn_and_a_task_once():
@@ -81,21 +66,19 @@ def test_signals_pick_in_turn_and_a_task_once():
 
 def test_an_epoch_has_every_task_and_no_step_has_one_twice():
     """Four tasks a step; D has six at first, and eight from step 2 on. A small D is played whole."""
-    run = SimpleNamespace(settings=evolve.Settings(step_tasks=4, evolve_every=1))
-
-    def planned(tasks, before, i, steps=1):
+    def planned(tasks, before, i, steps):
+        run = SimpleNamespace(settings=evolve.Settings(step_tasks=4, evolve_every=1))
         return evolve.plan(run, [dict(task=task) for task in tasks], before, i=i, steps=steps)[0]
 
-    in_order, rows = "", []
-    for i in range(1, 42):
-        rows = planned("abcdefgh"[:6 if i == 1 else 8], rows, i)
-        assert len({*rows[0]["tasks"]}) == 4
-        in_order += "".join(rows[0]["tasks"])
+    first = planned("abcdef", [], 1, 1)
+    steps = [row["tasks"] for row in first + planned("abcdefgh", first, 2, 40)]
+    assert {len({*tasks}) for tasks in steps} == {4}
+    in_order = sum(steps, [])
     assert sorted(in_order[:6]) == [*"abcdef"]  # the epoch that had started ends
-    for first in range(6, len(in_order) - 7, 8):
-        assert sorted(in_order[first:first + 8]) == [*"abcdefgh"]
-    small = planned("abc", [], 19, 2)
-    assert [(row["step"], sorted(row["tasks"])) for row in small] == [(19, [*"abc"]), (20, [*"abc"])]
+    for start in range(6, len(in_order) - 7, 8):
+        assert sorted(in_order[start:start + 8]) == [*"abcdefgh"]
+    small = planned("abc", [], 1, 2)
+    assert [sorted(row["tasks"]) for row in small] == [[*"abc"]] * 2
 
 
 # ------------------------------------------------------------------ new tasks of the built-in environments
@@ -112,28 +95,19 @@ def replies_of(env, task):
     return [m["content"] for m in messages if m["role"] == "assistant"]
 
 
-@pytest.mark.parametrize("name, says, before", [
-    ("webshop", "not executed", ["click[buy now]"]), ("webshop", "longer", ["nonsense"] * 11),
-    ("intercodesql", "fails", ["SELECT nothing"]), ("intercodesql", "longer", ["SHOW TABLES"] * 9)])
-def test_a_solution_with_idle_actions_is_refused(name, says, before):
-    env, generator = generated(name)
-    task = env.tasks("train")[0]
-    [found] = generator.finds(task, replies_of(env, task), random.Random(3))
-    assert generator.verify(found) is None
-    assert says in generator.verify({**found, "solution": before + found["solution"]})
-
-
-@pytest.mark.parametrize("name, idle", [
-    ("webshop", ["click[buy now]", "nonsense", "search[desk"]),
-    ("intercodesql", ["SELECT nonsense", "SHOW TABLES", "submit"])])
-def test_what_changed_nothing_is_neither_a_pattern_nor_part_of_a_solution(name, idle):
+@pytest.mark.parametrize("name, idle, says", [
+    ("webshop", ["click[buy now]", "nonsense", "search[desk"], "not executed"),
+    ("intercodesql", ["SELECT nonsense", "SHOW TABLES", "submit"], "fails")])
+def test_what_changed_nothing_is_no_pattern_and_no_part_of_a_solution(name, idle, says):
     env, generator = generated(name)
     task = env.tasks("train")[0]
     replies = replies_of(env, task)
     assert generator.patterns(task, idle) == set() != generator.patterns(task, replies)
-    found, again = (generator.finds(task, tried, random.Random(3)) for tried in (
+    [found], [again] = (generator.finds(task, tried, random.Random(3)) for tried in (
         replies, idle[:2] + replies))
-    assert found == again
+    assert found == again and generator.verify(found) is None
+    for before, reason in (idle[:1], says), (["SHOW TABLES"] * 11, "longer"):
+        assert reason in generator.verify(dict(found, solution=before + found["solution"]))
 
 
 def test_gold_queries_invert_to_questions_with_the_same_rows():
@@ -143,12 +117,11 @@ def test_gold_queries_invert_to_questions_with_the_same_rows():
     for task in env.tasks("train")[::8]:
         question = env.find(task)
         gold = question["gold"]
-        apart = re.sub(r"([(),*])", r" \1 ", gold)  # as tiny decodes it
-        for written in (apart, apart.replace("SELECT", "select")):
-            text, again = generator.question(question["db"], written, rng)
-            assert again == gold
-            same += text == question["query"]
-    assert same > 40  # of 250: a column may be called as stored or by a synonym
+        written = re.sub(r"([(),*])", r" \1 ", gold)  # as tiny decodes it
+        text, again = generator.question(question["db"], written.replace("SELECT", "select"), rng)
+        assert again == gold
+        same += text == question["query"]
+    assert same > 20  # of 125: a column may be called as stored or by a synonym
     for sql in ("SELECT site FROM farms JOIN farmers USING (farm_id) WHERE grade = 'x'",
                 "SELECT AVG(name) FROM farmers", "SELECT name FROM farmers WHERE grade > 20"):
         assert generator.question("farm_1", sql, rng) is None  # of no family
@@ -159,11 +132,10 @@ def test_questions_of_a_split_or_without_an_answer_are_refused():
     train, evaluated = env.find(env.tasks("train")[0]), env.find(env.tasks("test")[0])
     gold, new = train["gold"], dict(train, query="x", gold="SELECT MAX(rooms) FROM farms")
     assert generator.refusal(new) is None
-    farms = ", ".join(f"farms {name}" for name in "abcdefghijkl")
-    rows = table(f"""
+    for field, text, says in table(f"""
         gold -> {gold} -> a question of a split
         gold -> {gold.lower()} -> a question of a split
-        gold -> {gold}/* x */ -> a question of a split
+        gold -> {gold}/* x */ ; -> a question of a split
         query -> {train['query'].upper()} -> a question of a split
         query -> {evaluated['query']}? -> a question of a split
         query -> how many clocks -> a held-out noun
@@ -173,13 +145,11 @@ def test_questions_of_a_split_or_without_an_answer_are_refused():
         gold -> SELECT 1 WHERE 1 = 0 -> cannot be run
         gold -> select 1 from farms where 1 = 1 -> cannot be run
         # of a hostile explorer
-        gold -> SELECT COUNT(*) FROM {farms} -> cannot be run
+        gold -> SELECT COUNT(*) FROM farms a, farms b, farms c, farms d, farms e, farms f, farms g, farms h, farms i, farms j -> cannot be run
         gold -> SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2 -> cannot be run
         gold -> SELECT '\ud800' -> cannot be run
-        gold -> SELECT '\0' -> cannot be run""")
-    commented = gold.replace(" FROM ", " -- all\nFROM ") + " ;"
-    for field, text, says in [*rows, ("gold", commented, "a question of a split")]:
-        assert says in generator.refusal({**new, field: text}), text
+        gold -> SELECT '\0' -> cannot be run"""):
+        assert says in generator.refusal(new | {field: text}), text
 
 
 def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():
@@ -188,15 +158,16 @@ def test_goals_of_splits_are_refused_in_other_words_and_with_other_limits():
     new = found["task"]
     assert found["text"] == new["instruction"] and generator.refusal(new) is None
     for split in env.splits:
+        higher = 7 * (split != "train")
         for goal in map(env.find, env.tasks(split)[:20]):
-            planted = {**new, "instruction": f" {goal['instruction'].upper()}"}
-            other = {**goal, "instruction": "in other words", "price_upper": goal["price_upper"] + 7}
+            other = dict(goal, instruction="in other words", price_upper=goal["price_upper"] + higher)
+            assert generator.refusal(other) == "a goal of a split"
+            planted = dict(new, instruction=f" {goal['instruction'].upper()}")
             assert generator.refusal(planted) == "a goal of a split"
-            assert split == "train" or generator.refusal(other) == "a goal of a split"
-            assert generator.refusal({**other, "goal_options": ["mauve"]}) == "no product meets it"
+            assert generator.refusal(dict(other, goal_options=["mauve"])) == "no product meets it"
     for goal in map(env.find, env.tasks("unseen")):
-        one = {**goal, "attributes": goal["attributes"][:1], "price_upper": goal["price_upper"] + 1}
-        assert generator.refusal(one) in ("a goal of a split", "a held-out product meets it")
+        vaguer = dict(goal, instruction="in other words", attributes=[])
+        assert generator.refusal(vaguer) == "a held-out product meets it"
 
 
 @pytest.mark.parametrize("text, options", table("""
@@ -300,7 +271,7 @@ def test_finds_are_judged_in_their_order(verify, monkeypatch):
     rows, numbers = evolve.judge(run, finds, d, i=1)
     assert [row["reason"] or "added" for row in rows] == reasons
     assert [row["replayed"] for row in rows] == [verify and r in ("added", "odd") for r in reasons]
-    assert numbers["refused"] == Counter(reason for reason in reasons if reason != "added")
+    assert dict(numbers["refused"], added=numbers["added"]["rare"]) == Counter(reasons)
     assert numbers["replayed"] == sum(row["replayed"] for row in rows)
 
 
@@ -308,15 +279,14 @@ def test_finds_are_judged_in_their_order(verify, monkeypatch):
 def run(new_run, tmp_path, monkeypatch):
     """run(method, out, env, **settings) -> the finished run; method None: one to begin."""
     def start(method="evolve", out="run", env=Letters, **changed):
-        constants = dict(MINIBATCH=2, EXPLORER_TEMPERATURE=1.5, EXPLORER_EPISODES=2)
-        for name in [name for name in changed if name.isupper()]:
-            constants[name] = changed.pop(name)
-        for name, value in constants.items():
-            monkeypatch.setattr(evolve, name, value)
-        r = new_run(env, evolve.Settings, **dict(
-            method=method or "grpo", out=str(tmp_path / out), max_new_tokens=4, warm_start="none",
-            start_tasks=5, grpo_steps=6, evolve_every=2, evaluate_every=9, step_tasks=3,
-            step_rollouts=4, grpo_lr=1e-4, grpo_temperature=1.5, near_text=1.0, picks=2) | changed)
+        values = dict(
+            MINIBATCH=2, EXPLORER_TEMPERATURE=1.5, EXPLORER_EPISODES=2, max_new_tokens=4,
+            warm_start="none", start_tasks=5, grpo_steps=6, evolve_every=2, evaluate_every=9,
+            step_tasks=3, step_rollouts=4, grpo_lr=1e-4, grpo_temperature=1.5, near_text=1.0,
+            picks=2) | changed
+        for name in filter(str.isupper, [*values]):
+            monkeypatch.setattr(evolve, name, values.pop(name))
+        r = new_run(env, evolve.Settings, method=method or "grpo", out=str(tmp_path / out), **values)
         if method:
             evolve.METHODS[method].loop(r)
             r.close()
@@ -332,76 +302,66 @@ def rows(r, name):
 def test_the_task_set_grows_from_signals(run):
     r = run(RARE_BELOW=60.0)
     first, second, third = (rows(r, f"iter{i}/tasks.jsonl") for i in range(3))
-    assert 0 < len(first) <= 5 and len(third) > len(first)
-    assert third[:len(second)] == second and second[:len(first)] == first  # each is written whole
+    assert 0 < len(first) <= 5 and len(second) > len(first)
     for i, d in (1, first), (2, second):
-        # Its steps are on D as it was; then every pick was explored twice.
+        # Its steps are on D as it was; then every pick was explored twice, and each episode has
+        # one find.
         log = rows(r, f"iter{i}/target-agent/train.jsonl")
-        assert [(row["step"], row["D"]) for row in log] == [(2 * i - 1, len(d)), (2 * i, len(d))]
-        assert {row["tasks"] for row in log} == {min(3, len(d))}
-        picked = Counter(reasons(row for row in rows(r, f"iter{i}/signals.jsonl") if row["picked"]))
-        assert Counter(reasons(rows(r, f"iter{i}/explored.jsonl"))) == picked + picked
-        assert len({signal for _, signal in picked}) > 1
-    # What joined are the added proposals, with their texts; the phases count tokens and tasks.
-    added = [row for i in range(3) for row in rows(r, f"iter{i}/proposals.jsonl")
-             if row["verdict"] == "added"]
-    assert [row["text"] for row in third] == [row["text"] for row in added]
+        assert [(row["step"], row["tasks"], row["D"]) for row in log] == [
+            (2 * i - 1, 3, len(d)), (2 * i, 3, len(d))]
+        picked = Counter((row["task"], row["signal"]) for row in rows(r, f"iter{i}/signals.jsonl")
+                         if row["picked"])
+        finds = rows(r, f"iter{i}/finds.jsonl")
+        assert Counter((row["source"], row["signal"]) for row in finds) == picked + picked
+        of_kind = Counter(signal for _, signal in picked)
+        assert len(of_kind) > 1 and max(of_kind.values()) == 2
+    # D is what joined, as it was proposed. The phases count tokens and tasks.
+    proposals = sum((rows(r, f"iter{i}/proposals.jsonl") for i in range(3)), [])
+    assert [row["text"] for row in third] == [
+        row["text"] for row in proposals if row["verdict"] == "added"]
     phases = read_json(r.folder / "phases.json")
-    numbers = phases["iter2/tasks.jsonl"]
-    assert (numbers["tasks"], numbers["joined"]) == (len(third), len(third) - len(second))
-    assert {row["source"] for row in added} <= {*r.env.tasks("train"), *(row["task"] for row in third)}
-    assert phases["iter1/finds.jsonl"]["finds"] == len(rows(r, "iter1/finds.jsonl"))
+    numbers = phases["iter1/tasks.jsonl"]
+    assert (numbers["tasks"], numbers["joined"]) == (len(second), len(second) - len(first))
+    assert phases["iter2/finds.jsonl"]["finds"] == len(finds)
     assert phases["iter1/batches.jsonl"]["tasks"] == len(first)
     episodes = rows(r, "iter1/target-agent/episodes.jsonl")
     assert phases["iter1/target-agent"]["tokens"] == sum(len(row["ids"]) for row in episodes)
     # Random exploration follows no signal, with as many episodes of the explorer.
     other = run(out="random", RARE_BELOW=60.0, guide="random", grpo_steps=3)
-    of_signals, at_random = (reasons(rows(each, "iter1/explored.jsonl")) for each in (r, other))
-    assert {signal for _, signal in at_random} == {"random"} and len(at_random) == len(of_signals)
+    of_signals, at_random = (rows(each, "iter1/explored.jsonl") for each in (r, other))
+    assert [row["signal"] for row in at_random] == ["random"] * len(of_signals)
     # D is of tasks in an order, by which they have their ids.
     assert "task letters-added-1 would get the id letters-added-0; restore" in refusal(
         evolve.env_with, r, third[1:])
-
-
-def reasons(rows):
-    return [(row["task"], row["signal"]) for row in rows]
 
 
 def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
     """In the first step, the policy equals the sampler's and the reference."""
     r = run("grpo", start_from="train", grpo_steps=2, evolve_every=1, MINIBATCH=9, grpo_lr=1e-2)
     [first], [second] = (rows(r, f"iter{i}/target-agent/train.jsonl") for i in (1, 2))
-    groups = defaultdict(list)
-    for t in read(r.folder / "iter1/target-agent/episodes.jsonl"):
-        groups[t.task].append(t)
-    total = tokens = 0
-    for group in groups.values():
-        for t, advantage in zip(group, advantages_of([t.reward for t in group])):
-            total += advantage * t.action_count
-            tokens += t.action_count
-    assert first["loss"] == pytest.approx(-total / tokens, abs=1e-5)
+    episodes = read(r.folder / "iter1/target-agent/episodes.jsonl")
+    groups = [grpo.make_group(episodes[n:n + 4]) for n in range(0, len(episodes), 4)]
+    advantages = grpo.token_advantages(groups)
+    assert first["loss"] == pytest.approx(-sum(advantages) / len(advantages), abs=1e-5)
     assert first["kl"] == pytest.approx(0, abs=1e-4) and abs(second["kl"]) > 1e-3
     assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))
-
-
-class Overlapping(Letters):
-    splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(5)}}
 
 
 class Fixed(Letters):
     task_generator = Environment.task_generator
 
 
-def test_tasks_that_cannot_be_had_are_refused(run, tmp_path):
+def test_tasks_that_cannot_be_had_are_refused(run, tmp_path, monkeypatch):
     """What is evaluated is not trained on. A missing task generator is found before a phase runs."""
     for method, source in ("evolve", "train"), ("grpo", "explore"):
         line = refusal(lambda: run(method, method, Fixed, start_from=source))
         assert line.startswith("letters: this environment makes no new tasks; give --method grpo")
         assert read_json(tmp_path / method / "phases.json") == {}
-    rows, _ = evolve.first_tasks(run(None, env=Overlapping), i=0)
+    monkeypatch.setitem(Letters.splits, "test", {str(n): n for n in range(5)})
+    rows, _ = evolve.first_tasks(run(None), i=0)
     assert rows == [dict(task="letters-train-5", joined=0)]
     assert "no training task is left, because all 5 are evaluated" in refusal(
-        evolve.training_tasks, run(None, "five", Overlapping, train_tasks=5))
+        evolve.training_tasks, run(None, "five", train_tasks=5))
 
 
 def test_segments_and_an_evolution_without_new_tasks_change_nothing_in_grpo(run):
@@ -444,13 +404,11 @@ def test_two_sharded_processes_evolve_like_one(run, tmp_path):
     def both(name):
         return [read_jsonl(tmp_path / out / name) for out in "12"]
 
-    for name in "iter1/tasks.jsonl", "iter1/signals.jsonl":
-        one, two = both(name)
-        assert one == two != []
-    for i in (1, 2):
-        [one], [two] = both(f"iter{i}/target-agent/train.jsonl")
-        for name in "loss", "kl":
-            assert two[name] == pytest.approx(one[name], abs=1e-5)
+    one, two = both("iter1/tasks.jsonl")
+    assert one == two != []
+    [one], [two] = both("iter2/target-agent/train.jsonl")
+    for name in "loss", "kl":
+        assert two[name] == pytest.approx(one[name], abs=1e-5)
     assert abs(one["kl"]) > 1e-6  # it has learnt something
     assert any("-added-" in t.task for t in read(tmp_path / "2/iter2/target-agent/episodes.jsonl"))
 
@@ -461,7 +419,7 @@ def test_a_bf16_copy_of_a_live_model_equals_its_saved_agent(run):
     assert r.inference_copy(model) is model
     r.machine.bf16 = True
     copied, read_again = r.inference_copy(model), r.inference_copy(r.base)
-    ids = torch.tensor([r.encoder.start([dict(role="user", content="say")])])
+    ids = torch.tensor([[5, 9, 11]])
     assert copied is not model and copied.dtype == torch.bfloat16
     assert torch.equal(copied(input_ids=ids).logits, read_again(input_ids=ids).logits)
 

@@ -43,7 +43,7 @@ def explore(endpoint, tmp_path, monkeypatch):
                      explorer_model="m", slots=1, guide=guide, out=str(tmp_path / "run"))
         run = Run(s, environments.environment("intercodesql")())
         tasks = run.env.tasks("train")[:n]  # the first is about farms
-        signals = [dict(task=task, signal="forgetting", picked=True, success=None,
+        signals = [dict(task=task, signal="forgetting", picked=True,
                         failure=[dict(role="user", content="a failure")],
                         success_then=[dict(role="user", content=task)]) for task in tasks]
         finds = explorer.find_tasks(run, 1, None, [dict(task=tasks[0], joined=0, text="a known text")], signals)
@@ -60,14 +60,13 @@ def prompts_to(endpoint):
 
 
 def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(explore, endpoint):
-    episodes, (find, _), taken = explore(WELL, 1)  # one an episode
+    _, (find, _), taken = explore(WELL, 1)  # one an episode
     generator = environments.make("intercodesql", "short").task_generator()
     assert find["text"].startswith("how many ") and find["solution"][0] == "SHOW TABLES"  # what it wrote
     assert generator.refusal(find["task"]) is generator.verify(find) is None
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
     assert taken["cut_prompts"] == 2 * 9  # an endpoint that always reads 100 tokens
-    assert [m["role"] for m in episodes[0].messages] == ["user", "assistant"] * 10
     reflection, act, *_, proposal = prompts_to(endpoint)
     for text in "no longer does", "user: a failure", "user: intercodesql-train-0":
         assert text in reflection
@@ -78,15 +77,14 @@ def test_proposals_of_another_form_are_counted_and_never_repaired(explore):
     """The text after an action is not played."""
     (episode, _), finds, taken = explore(BADLY, 1)
     assert [row["task"] for row in finds] == [None] * 6 and taken["unreadable"] == 1
-    assert {evolve.refusal(None, row, set(), [], 1.0) for row in finds} == {
-        "not of the form that was asked for"}
     assert [m["content"] for m in episode.messages[1::2]] == ["DROP TABLE x; --"] * 10  # not a submission
     assert all("Error" in m["content"] for m in episode.messages[2::2])
 
 
-ONE = json.dumps(dict(query="q", action_sequence=["Action:\n```sql\nSHOW TABLES\n```"]))
+ONE = r'{"query": "q", "action_sequence": ["Action:\n```sql\nSHOW TABLES\n```"]}'
 # Two proposals of four in a list: one lacks a quote, the last is cut by the token limit.
-FOUR = [json.dumps(dict(query=f"q{n}", action_sequence=[dict(name="f", query="x")])) for n in range(4)]
+FOUR = ('[{"query": "q0"}, {"query": "q1, "action_sequence": [{"name": "f", "query": "x"}]}, '
+        '{"query": "q2"}, {"query": "q3", "action_sequence": [{"name": "f", "que')
 
 
 @pytest.mark.parametrize("reply, expected", [
@@ -94,14 +92,14 @@ FOUR = [json.dumps(dict(query=f"q{n}", action_sequence=[dict(name="f", query="x"
     ("none", [None]), ('```json\n{"query": "i want \\ud800"}\n```', [None]), ("```json\n[]\n```", []),
     ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", [None]), ('```\n{"a": 1e999}\n```', [None]),
     (" " * explorer.LONGEST_REPLY + ONE, [None]),  # parsed up to a limit
-    ("[" + ",".join(FOUR).replace('"q1"', '"q1')[:-20], [FOUR[0], None, FOUR[2], None])])
+    (FOUR, ['{"query": "q0"}', None, '{"query": "q2"}', None])])
 def test_an_object_that_cannot_be_parsed_is_none(reply, expected):
     assert explorer.objects(reply) == [json.loads(value or "null") for value in expected]
 
 
 @pytest.mark.parametrize("query, actions, expected", [
     ("q" * 1000, ["a", {"b": 1}], ["a", '{"b": 1}']), ("q" * 1001, ["a"], None),  # too long
-    ([[]], ["a"], None), ("q", None, None), (" ", ["a"], None)])
+    ("q", "a", None), (" ", ["a"], None)])
 def test_an_object_is_a_proposal_or_of_no_form(query, actions, expected):
     echo = SimpleNamespace(written=lambda task, proposal: dict(task=proposal["action_sequence"]))
     found = explorer.written(echo, "t", dict(query=query, action_sequence=actions))
@@ -118,18 +116,15 @@ NO = 400, "against our content policy", {}
 ONLY_THOUGHTS = 200, '{"choices": [{"message": {"reasoning": "so"}}]}', {}
 
 
-def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explore, endpoint):
-    endpoint.faults = [False] * 5 + [NO, False, NO]
-    episodes, finds, taken = explore(SHORT, 4)
-    assert len(episodes) == 7 and taken["refused"] == 1 and len(finds) == 7
-    assert taken["requests"] == 4 + 7 * 2 + 1 == len(endpoint.seen) - 2  # one was repeated
-
-
-def test_a_signal_that_is_refused_is_described_by_us(explore, endpoint):
-    endpoint.faults = [NO] * 4 + [False, NO]  # any body is refused, and another signal is answered
-    _, finds, taken = explore(SHORT, 2)
-    assert sum('above all:\n"it solved this task before' in text for text in prompts_to(endpoint)) == 2
-    assert len(finds) == 4 and taken["unreadable"] == 1
+def test_what_is_refused_is_lost_or_described_by_us_and_the_rest_is_kept(explore, endpoint):
+    """A signal is refused with any body, and again after another signal is answered. Later an
+    episode is refused, and again after a request of before is answered."""
+    endpoint.faults = [NO] * 4 + [False, NO, False, False, NO, False, NO]
+    episodes, finds, taken = explore(SHORT, 2)
+    assert any('above all:\n"it solved this task before' in text for text in prompts_to(endpoint))
+    assert len(episodes) == len(finds) == 3
+    assert taken["refused"] == taken["unreadable"] == 1
+    assert taken["requests"] == len(endpoint.seen) - 7  # those that were refused
 
 
 @pytest.mark.parametrize("before", [0, 4, 12])  # of the requests: 4, 8 and 8 in the three phases
@@ -146,9 +141,7 @@ def test_a_stop_names_the_line_of_the_endpoint_and_no_request_is_repeated(explor
     assert taken["requests"] == 4 + 8 * 2 == before + len(endpoint.seen) - paid
 
 
-def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
+def test_an_unguided_explorer_is_told_of_no_signal(explore):
     _, finds, taken = explore(SHORT, 2, guide="random")
-    asked = "".join(prompts_to(endpoint))
-    assert "above all" not in asked and "it is weak" not in asked
     assert taken["requests"] == 4 * 2  # of which none is a reflection
     assert len(finds) == 4 and all(row["task"] for row in finds)

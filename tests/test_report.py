@@ -14,7 +14,6 @@ from lab.page import figures, page, report
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
             "hard_threshold": 0.6, "rollouts": 2, "lambda_sft": 0.1, "cut_turns": -1}
-WANT = "i need a red cotton curtain that is machine washable, and price lower than 40.00 dollars"
 
 
 
@@ -45,7 +44,7 @@ for output in REWARDS:
 
 
 def trajectory(task, agent, reward, iteration=1, rollout=0, replies=("click[x]",)):
-    page = f"Instruction: [SEP] {WANT} [SEP]"
+    page = "Instruction: [SEP] i need a red curtain, and price lower than 40.00 dollars [SEP]"
     messages = [dict(role="user", content=f"WebShop [SEP] {page} Search")]
     for reply in replies:
         messages += [dict(role="assistant", content=reply),
@@ -110,6 +109,7 @@ def test_the_numbers_of_a_run_by_hand(run):
     assert [e["reward"] for e in found] == [0.5, 0.45, 0.6, 0.4]
     assert shown(run, "Evaluation", "name, split, episodes, turns, reward, success")[2] == (
         "target -> test -> 4 -> 4.250 -> 0.600 -> 50.0%")
+    assert "sgc" not in str(report.tables(run))  # it has no scenarios
     columns = "hard negatives, turn limit, h:mm:ss, tasks, out of context"
     assert shown(run, "Evaluation", columns)[2] == "50.0% -> 0.0% -> 0:00:10 -> 4 -> 0"
     assert shown(run, "explore", "hard negatives") == ["30.0%", "16.7%"]
@@ -138,10 +138,11 @@ def test_phases_and_numbers_of_a_fork_may_have_any_names(run):
     assert "iter1/judge.jsonl" in page.page(run)
 
 
+@pytest.mark.filterwarnings("error")
 def test_an_edited_output_is_marked_and_its_evaluation_is_recomputed(run):
     """Of the rewards 1, 0.5, 0.5 and 0 the first two are left: mean 0.75, half of them successes. A
-    reverted edit is not marked."""
-    name = "eval-0-target-test.jsonl"
+    reverted edit is not marked. An evaluation without episodes is left out."""
+    name, *others = REWARDS
     path, whole = run / name, (run / name).read_text()
     write_run(run, PHASES | {name: PHASES[name] | dict(hash=file_hash(path))})
     columns = "phase, reward, success"
@@ -149,14 +150,9 @@ def test_an_edited_output_is_marked_and_its_evaluation_is_recomputed(run):
     assert shown(run, "Evaluation", columns)[0] == f"{name} (edited since) -> 0.750 -> 50.0%"
     path.write_text(whole)
     assert shown(run, "Evaluation", columns)[0] == f"{name} -> 0.500 -> 25.0%"
-
-
-@pytest.mark.filterwarnings("error")
-def test_an_evaluation_without_episodes_is_left_out(run):
-    (run / "eval-1-target-test.jsonl").write_text("")
+    path.write_text("")
     report.close(run)
-    found = [e["output"] for e in read_json(run / "result.json")["evaluations"]]
-    assert found == [output for output in REWARDS if output != "eval-1-target-test.jsonl"]
+    assert [e["output"] for e in read_json(run / "result.json")["evaluations"]] == others
 
 
 def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
@@ -168,12 +164,11 @@ def test_a_scenario_is_solved_if_all_its_tasks_are(tmp_path):
         for key, reward in rewards.items()])
     assert shown(run, "Evaluation", "scenarios, sgc, out of context, prompt tokens") == [
         "3 -> 33.3% -> 5 -> 12,000"]
-    write_run(run, PHASES, REWARDS)
-    assert "sgc" not in str(report.tables(run))
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """The rewards of the target are 0.5 and 0.6, with intervals. Equal runs give equal bytes."""
+    """The rewards of the target are 0.5 and 0.6, with intervals. Curves are shifted apart. The axis
+    of rewards does not go below 0. Equal runs give equal bytes."""
     made, other = figures.run_figure(run), figures.run_figure(run)
     assert figures.address(made) == figures.address(other)
     reward, success = made.axes
@@ -183,7 +178,13 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
     low, high = report.bootstrap([[np.array(REWARDS["eval-1-target-test.jsonl"])]]).values()
     band = reward.collections[0].get_paths()[0].vertices.tolist()
     assert [1.0, low] in band and [1.0, high] in band
-    assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
+    assert success.get_lines()[1].get_xydata().tolist() == [[0.1, 0.25], [1.1, 0.25]]
+    assert figures.shifted([(0, 0.5)], 6, 12) == [(0.3, 0.5)]
+    assert reward.get_ylim()[0] == 0
+    _, (of_margins,) = figures.figure(1)
+    of_margins.plot((0, 1), (-0.5, 0))
+    figures.label(of_margins, "margin")
+    assert of_margins.get_ylim()[0] < 0
 
 
 def test_a_missing_run_or_a_damaged_file_is_an_error_in_one_line(run, monkeypatch, capsys):

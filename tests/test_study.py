@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,9 @@ import pytest
 import torch
 from conftest import LIMIT, ended, fork, refusal, refused, table, wait_until
 from safetensors.torch import save_file
-from test_report import texts, write_lines, write_run
+from test_report import texts, trajectory, write_lines, write_run
 from transformers import AutoModel
 
-from lab.page import figures
 from lab.study import compare, methods, numbers, study
 
 # ------------------------------------------------------------------------------ statistics
@@ -52,13 +52,12 @@ def test_holm_by_hand():
 def test_bootstrap_draws_seeds_and_the_same_tasks_for_all_seeds():
     """The oracle draws seeds and tasks literally, and averages two environments."""
     rng = np.random.default_rng(5)
-    values = [[rng.normal(size=n) + rng.normal() for n in (5, 12)] for _ in range(3)]
+    values = rng.normal(size=(3, 2, 1)) + rng.normal(0, 2, (2, 5))  # seeds, environments, tasks
     samples = []
     for _ in range(6000):
         seeds = rng.integers(3, size=3)
-        tasks = [rng.integers(n, size=n) for n in (5, 12)]
-        means = [values[seed][k][drawn].mean() for seed in seeds for k, drawn in enumerate(tasks)]
-        samples.append(np.mean(means))
+        drawn = [values[seeds, k][:, rng.integers(5, size=5)] for k in range(2)]
+        samples.append(np.mean(drawn))
     expected = np.percentile(samples, [2.5, 97.5])
     assert [*numbers.bootstrap(values).values()] == pytest.approx(expected, abs=0.09)
 
@@ -66,19 +65,19 @@ def test_bootstrap_draws_seeds_and_the_same_tasks_for_all_seeds():
 def test_mean_distance_by_hand():
     """The failures of task a are at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30. A success, a
     failure without an action, and the only failure of a task have no distance."""
-    vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
-    rows = [dict(task="a", reward=0.5, at=at, action_mask=[1]) for at in range(3)]
-    rows += [rows[0] | more for more in (dict(reward=1.0), dict(action_mask=[0]), dict(task="b"))]
-    found = numbers.distances(rows, lambda row: vectors[row["at"]])
+    row = dict(task="a", reward=0.5, action_mask=[1], state=[2.0, 0.0])
+    changes = (dict(state=[0.5, math.sqrt(0.75)]), dict(state=[0.0, 3.0]), dict(reward=1.0),
+               dict(action_mask=[0]), dict(task="b"))
+    found = numbers.distances([row, *(row | change for change in changes)], itemgetter("state"))
     assert found == pytest.approx({"a": 1 - (0.5 + 0 + math.sqrt(0.75)) / 3})
 
 
 def test_an_embedding_is_the_mean_state_of_the_action_tokens(small_model):
     """The states are those of the base model in transformers."""
-    ids, mask = [5, 9, 11, 7, 30, 8, 6], [0, 0, 0, 1, 1, 0, 1]
+    ids, mask = [5, 9, 11, 7], [0, 1, 0, 1]
     states = AutoModel.from_pretrained(small_model)(torch.tensor([ids])).last_hidden_state[0]
     found = numbers.embedder(small_model)(dict(ids=ids, action_mask=mask))
-    assert found == pytest.approx(states[[3, 4, 6]].mean(0).tolist(), abs=1e-5)
+    assert found == pytest.approx(states[[1, 3]].mean(0).tolist(), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------ runs by hand
@@ -91,18 +90,18 @@ def made_run(folder, rewards, finished=True, target="target", failure=(), **sett
     phases, of_files = {}, {}
     for name, of_agent in (target, rewards), ("failure", failure):
         for i, of_tasks in enumerate(of_agent):
-            played = dict(name=name, i=i, seconds=0.0, episodes=1, reward=0.0, success=0.0,
-                          hard_negative=0.0)
+            record = dict(name=name, i=i, seconds=0.0)
+            played = record | dict(episodes=1, reward=0.0, success=0.0, hard_negative=0.0)
             evaluation, exploration = f"eval-{i}-{name}-test.jsonl", f"iter{i}/{name}.jsonl"
-            phases[evaluation] = dict(played, split="test")
+            phases[evaluation] = played | dict(split="test")
             of_files[evaluation] = of_tasks
             if i:
                 phases[exploration] = played
                 of_files[exploration] = of_tasks[:1]
                 phases[f"iter{i}/pairs-{name}.jsonl"] = dict(
                     seconds=1.0, pairs={"expert>target": 2})
-                phases[f"iter{i}/{name}-agent"] = dict(
-                    name=name, steps=10 * i, tokens=900, first_loss=0.9, seconds=0.0)
+                phases[f"iter{i}/{name}-agent"] = record | dict(
+                    steps=10 * i, tokens=900, first_loss=0.9)
     write_run(folder, phases, of_files, **dict(method="eto", seed=3) | settings)
     if finished:
         (folder / "result.json").write_text("{}")
@@ -125,42 +124,22 @@ def compared(tmp_path, *words):
     return tmp_path / "report"
 
 
-def report_of_a_study(tmp_path):
-    study.main(["webshop", "--report", "--out", str(tmp_path)])
-    return tmp_path / "report", (tmp_path / "report/curves-webshop.svg").read_text()
-
-
 def changed(folder, **config):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
 
 
-def test_the_last_iteration_and_all_iterations(tmp_path):
-    """After the last iteration co-evolution has 1 and 0, and ETO 0 and 0.25. The half width is
-    12.7062 times half of the difference between the seeds. With a single task, one of 2,000 samples
-    in four draws the first seed twice."""
-    curves = {"coevolve": [[0, 0, .5, 1], [0, .75, 0, 0]], "eto": [[0, .25, 0], [0, 0, .25]]}
-    for arm, seeds in curves.items():
-        for seed, rewards in enumerate(seeds):
-            made_run(tmp_path / f"{arm}-s{seed}", [[x] for x in rewards], method=arm, seed=seed)
-    folder, picture = report_of_a_study(tmp_path)
-    assert shown(folder, "Evaluation", "method, seed, iteration, reward") == lines("""
-        coevolve -> 0, 1 -> 3 -> 0.500 ± 6.353 [0.000, 1.000]
-        eto -> 0, 1 -> 2 -> 0.125 ± 1.588 [0.000, 0.250]
-        coevolve - eto -> 0, 1 -> 3 - 2 -> +0.375 ± 7.941 [-0.250, +1.000] (1 of 2)""")
-    over = shown(folder, "Over iterations", "method, iteration, reward")
-    assert len(over) == 7 and "eto -> 1 -> 0.125 ± 1.588 [0.000, 0.250]" in over
-    assert "95% t interval over seeds" in picture and "coevolve, seed 0 1" in picture
-
-
-def test_the_tables_of_exploration_and_cost(tmp_path, small_model):
+def test_the_tables_of_exploration_cost_and_iterations(tmp_path, small_model):
     """The explored rewards of the targets are 1, 0.65 and 0.25. One seed has no interval over
     seeds, also in the picture."""
     for arm, failure in ("coevolve", [[0, 0], [0, 0], [0.5, 0], [0.5, 0]]), ("eto", []):
         run = made_run(tmp_path / f"{arm}-s3", [[0, 0], [1.0, 0], [0.65, 0], [0.25, 0]], method=arm,
                        failure=failure)
         (run / "sft-target").symlink_to(small_model)
-    folder, picture = report_of_a_study(tmp_path)
+    study.main(["webshop", "--report", "--out", str(tmp_path)])
+    folder = tmp_path / "report"
+    over = shown(folder, "Over iterations", "method, agent, iteration, reward")
+    assert len(over) == 12 and "coevolve -> failure -> 2 -> 0.250 [0.000, 0.500]" in over
     assert shown(folder, "Table 2", "method, threshold, success, negative, hard negative") == lines("""
         coevolve -> 0.6 -> 0.167 -> 0.667 -> 0.167
         coevolve -> 0.7 -> 0.167 -> 0.833 -> 0.000
@@ -176,7 +155,7 @@ def test_the_tables_of_exploration_and_cost(tmp_path, small_model):
         eto -> 60 -> 60 -> 2,700 -> 3.000""")
     assert shown(folder, "Figure 3", "method") == [
         "eto", "coevolve: target", "coevolve: failure", "coevolve: failure - eto"]
-    assert "interval" not in picture
+    assert "interval" not in (folder / "curves-webshop.svg").read_text()
 
 
 @pytest.mark.parametrize("arm, change, line", table("""
@@ -220,15 +199,13 @@ def test_runs_of_one_name_are_seeds_and_only_settings_that_are_read_differ(tmp_p
         ipo - base -> 3, 4 -> +0.000 ± 0.000 [+0.000, +0.000] (0 of 2)""")
 
 
-def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path):
+def test_what_cannot_be_compared_is_refused_in_one_line(tmp_path, small_model):
     base = made_run(tmp_path / "base", [[0, 0], [1.0, 0.5]], eval_splits="test")
     more = made_run(tmp_path / "more", [[0, 0, 0]], eval_splits="test")
     dev = made_run(tmp_path / "dev", [[0, 0]], eval_splits="validation")
-    (tmp_path / "agent").mkdir()
-    (tmp_path / "agent/config.json").write_text('{"model_type": "llama"}')
     refused(lambda *words: compared(tmp_path, *words), [
         (f"{base} eto={more}", "both eto with seed 3; leave one out"),
-        (f"{base} {tmp_path}/agent", "agent: not a run"),
+        (f"{base} {small_model}", "not a run"),
         (f"{base} x={more}", "test.jsonl has 3 tasks, which are not the 2 of"),
         (f"{base} x={dev}", f"--eval-splits validation, and {base} test")])
 
@@ -245,7 +222,7 @@ def test_notes_unfinished_runs_branches_of_other_seeds_and_emptied_files(tmp_pat
     assert notes == ["fork -> unfinished, iteration 1"]
     changed(fork, finished=True, branch=dict(seed=2))
     (fork / "eval-1-target-test.jsonl").write_text("")
-    folder = compared(tmp_path, f"base={base}", f"fork={fork}")
+    compared(tmp_path, f"base={base}", f"fork={fork}")
     assert not shown(folder, "Runs to note", "method")
     assert shown(folder, "Evaluation", "seed, iteration") == ["3 -> 2", "2>3 -> 0"]
 
@@ -275,6 +252,8 @@ def test_several_environments_have_their_own_tables_and_an_average(tmp_path):
         frozen -> 0.292 ± 0.179 [0.250, 0.375]
         coevolve - frozen -> +0.458 ± 0.179 [+0.375, +0.500] (3 of 3)""")):
         assert shown(folder, title, "method, reward") == lines(expected)
+    picture = (folder / "curves-intercodesql.svg").read_text()
+    assert "95% t interval over seeds" in picture and "coevolve, seed 0 1 2" in picture
     _, tested = shown(folder, "corrected for 2 tests", "environment, difference, p, corrected p")
     assert tested == "intercodesql -> coevolve - frozen -> 0.0377 -> 0.0377"
     assert "in the same environment" in refusal(compared, tmp_path, shop, shop)
@@ -305,22 +284,17 @@ def test_agents_are_compared_by_role(tmp_path):
 
 
 def test_a_sampled_evaluation_is_named_and_not_compared_with_greedy_episodes(tmp_path):
-    """Two rollouts of the tasks earn 1 and 0, and 1 and 1: 0.75, where the run ended with 0.5.
-    Evaluation does not read beta."""
-    base = made_run(tmp_path / "base", [[0, 0], [0.5, 0.5]], beta=0.1, temperature=0.7)
-    sampled = made_run(tmp_path / "sampled", [[1, 0, 1, 1]], method="evaluate", beta=9,
-                       temperature=0.7)
-    file = sampled / "eval-0-target-test.jsonl"
-    text = file.read_text()
-    for number, task in (1, 0), (2, 1), (3, 1):
-        text = text.replace(f"webshop-test-{number}", f"webshop-test-{task}")
-    file.write_text(text)
+    """Two rollouts of the tasks earn 1 and 0, and 1 and 1: 0.75, where the run ended with 0.5."""
+    base = made_run(tmp_path / "base", [[0, 0], [0.5, 0.5]], temperature=0.7)
+    sampled = made_run(tmp_path / "sampled", [[]], method="evaluate", temperature=0.7)
+    write_lines(sampled / "eval-0-target-test.jsonl", [
+        trajectory(f"webshop-test-{task}", "target", reward)
+        for task, reward in ((0, 1), (0, 0), (1, 1), (1, 1))])
     folder = compared(tmp_path, base, sampled)
     assert shown(folder, "Evaluation", "sampling, iteration, reward") == lines("""
         greedy -> 1 -> 0.500 [0.500, 0.500]
         temperature 0.7, 2 rollouts -> 0 -> 0.750 [0.500, 1.000]
         temperature 0.7, 2 rollouts - greedy -> 0 - 1 -> +0.250 [+0.000, +0.500]""")
-    assert shown(folder, "Settings", "setting") == ["method", "method"]
     assert shown(folder, "What differs", "difference")[-1:] == [
         "not compared: temperature 0.7, 2 rollouts - greedy"]
 
@@ -331,9 +305,13 @@ def test_the_report_starts_with_the_differences(tmp_path, capsys):
     base = made_run(tmp_path / "base", [[0, 0], [1.0, 0.5]])
     changed(base, code=dict(commit="a" * 40, files={}))
     write_lines(base / "iter1/pairs-target.jsonl", [dict(kind="expert>target")] * 2)
-    (base / "iter1/target-agent").mkdir()
+    weights = "iter1/target-agent/model.safetensors"
+    (base / weights).parent.mkdir()
+    save_file({"w": torch.tensor([1.0, 1.0])}, base / weights)
     for name in "rounded", "loss", "pairs", "size":
         shutil.copytree(base, tmp_path / name)
+    save_file({"w": torch.tensor([1.0, 1.25])}, tmp_path / "loss" / weights)
+    save_file({"w": torch.tensor([1.0])}, tmp_path / "size" / weights)
     for name, file, old, new in table("""
             rounded -> eval-1-target-test.jsonl -> "turns" -> "log_probs": [1], "turns"
             loss -> eval-1-target-test.jsonl -> "reward": 0.5 -> "reward": 0.0
@@ -344,12 +322,8 @@ def test_the_report_starts_with_the_differences(tmp_path, capsys):
             pairs -> iter1/pairs-target.jsonl -> expert -> first"""):
         path = tmp_path / name / file
         path.write_text(path.read_text().replace(old, new, 1))
-    weights = dict(base=[1.0, 1.0], rounded=[1.0, 1.0], loss=[1.0, 1.25], pairs=[2.0, 2.0],
-                   size=[1.0])
-    for name, values in weights.items():
-        agent = tmp_path / name / "iter1/target-agent"
-        save_file({"w": torch.tensor(values)}, agent / "model.safetensors")
-    folder = compared(tmp_path, *(f"{name}={tmp_path / name}" for name in weights))
+    names = "base rounded loss pairs size".split()
+    folder = compared(tmp_path, *(f"{name}={tmp_path / name}" for name in names))
     assert shown(folder, "What differs from base", "method, what, difference") == lines("""
         rounded -> settings -> none differ
         rounded -> code -> none differs
@@ -369,16 +343,6 @@ def test_the_report_starts_with_the_differences(tmp_path, capsys):
         size -> episodes of target, test -> all 2 are identical, iteration 1""")
     said = capsys.readouterr().out
     assert said.index("What differs from base") < said.index("Evaluation after")
-
-
-def test_equal_curves_are_side_by_side_and_no_rate_axis_goes_below_0():
-    assert figures.shifted([(0, .5), (1, .6)], 2, 3) == [(.2, .5), (1.2, .6)]
-    assert figures.shifted([(0, .5)], 6, 12) == [(.3, .5)]
-    for lowest in 0, -0.5:
-        _, (ax,) = figures.figure(1)
-        ax.errorbar((0, 1), (lowest, 0.1), 0.5, capsize=3)
-        figures.label(ax, "reward")
-        assert (ax.get_ylim()[0] < 0) == (lowest < 0)
 
 
 # ------------------------------------------------------------------------------ making runs
@@ -418,17 +382,16 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     """SIGTERM is sent to the study alone, while two runs sleep."""
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo works $OMP_NUM_THREADS; exec sleep 600")
-    said, logs = tmp_path / "said", [tmp_path / f"out/sft-s{seed}.log" for seed in (3, 4)]
+    said = tmp_path / "said"
 
     def work():
         os.environ.pop("OMP_NUM_THREADS", None)
         signal.signal(signal.SIGTERM, study.stop)
-        study.main(["webshop", "--methods", "sft", "--seeds", "3", "4", "--jobs", "2", "--out",
-                    str(tmp_path / "out")])
+        study.main(f"webshop --methods sft --seeds 3 4 --jobs 2 --out {tmp_path}/out".split())
 
     process = fork(work, said)
     # The cores of a machine do not change what a study of the tiny model finds.
-    wait_until(lambda: all(log.exists() and log.read_text() == "works 1\n" for log in logs),
+    wait_until(lambda: [log.read_text() for log in tmp_path.glob("out/*.log")] == ["works 1\n"] * 2,
                "both runs to write to their logs")
     family = psutil.Process(process).children(recursive=True)
 
@@ -468,11 +431,10 @@ def test_runs_are_concurrent_but_start_after_those_whose_steps_they_take(tmp_pat
 def test_no_run_starts_after_one_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     (tmp_path / "run.sh").write_text("echo $*; exit 2")
-    arms = {arm: methods.ARMS[arm] for arm in ("sft", "eto")}
-    said = refusal(study.make_runs, "webshop", arms, [3, 4], tmp_path, ["--rollouts", "2"], 1)
-    assert f"sft-s3 ended with status 2; {tmp_path}/sft-s3.log has" in said
-    assert [file.name for file in tmp_path.glob("*.log")] == ["sft-s3.log"]
-    assert (tmp_path / "sft-s3.log").read_text().startswith("webshop --")
+    said = refusal(study.make_runs, "webshop", methods.ARMS, [3, 4], tmp_path, [], 1)
+    assert f"coevolve-s3 ended with status 2; {tmp_path}/coevolve-s3.log has" in said
+    log, = tmp_path.glob("*.log")
+    assert log.read_text().startswith("webshop --")
 
 
 @pytest.mark.parametrize("line, expected", [
@@ -496,7 +458,7 @@ def test_a_study_runs_each_arm_on_each_seed_with_its_flags(begun, tmp_path, line
                  lambda_sft=0.2)
     sizes = {f"iter{i}/tasks.jsonl": dict(tasks=size) for i, size in enumerate((7, 31))}
     write_run(tmp_path / "evolve-s3", sizes, method="evolve")
-    study.main(["webshop", "--jobs", "1", "--out", str(tmp_path), *line.split()])
+    study.main(f"webshop --jobs 1 --out {tmp_path} {line}".split())
     assert [words.replace(f"{tmp_path}/", "") for words in begun] == lines(expected)
 
 
