@@ -1,14 +1,15 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
 Two agents play the same tasks. The target agent learns from expert trajectories, from its own
-failures, and from those of the failure agent. The failure agent learns only from failures: it
-learns to prefer the better of two failures, so that its failures come close to success. Why should
-the target learn from another agent's failures? The paper argues that an agent's own failures "offer
-only weak contrast" to the expert, so that DPO overfits to the experts. A failure that nearly
-succeeds differs from a success only in what matters, so it teaches the target this difference.
+failures, and from those of the failure agent. After SFT on the expert trajectories, the failure
+agent learns only from failures: it learns to prefer the better of two failures, so that its
+failures come close to success. Why should the target learn from another agent's failures? The paper
+argues that an agent's own failures "offer only weak contrast" to the expert, so that DPO overfits
+to the experts. A failure that nearly succeeds differs from a success only in what matters, so it
+teaches the target this difference.
 
     failure        a trajectory with a reward below 1
-    hard negative  a failure that is close to success; in analyses, its reward is at least 0.6
+    hard negative  a failure that is close to success: its reward is at least --hard-threshold, 0.6
     pair           two trajectories of one task; a > b means that a is the chosen one
 
 This is the method in pseudocode, in the order of the code. SFT is supervised fine-tuning, and DPO
@@ -69,7 +70,9 @@ from environments import ENVIRONMENTS
 
 Trajectories = list[Trajectory]
 Pairs = list[Pair]
-Model = Path  # a model is given by its folder; the phase that needs its weights loads them
+# A model is given by its folder, and the phase that needs its weights loads them. A model that has
+# been trained again is a changed input.
+Model = Path
 
 # ------------------------------------------------------------------------------------ the loop
 
@@ -485,7 +488,7 @@ def train_dpo(
     # the same model is then trained. With --reference sft, the reference model is freed before the
     # agent is loaded, so that only one model is in memory at a time.
     pi_ref = after_sft if s.reference == "sft" else model
-    policy = run.load(pi_ref, groups)
+    policy = run.load(pi_ref, groups)  # has the weights of pi_ref so far
     if s.reference == "none":  # pi_ref = 1
         for t in dpo.trajectories_of(groups):
             t.ref_log_prob = 0.0
@@ -628,9 +631,9 @@ def positive(run: Run) -> None:
 # [ours]. If the default is None, the bracket describes what is used instead.
 #
 # The type of a setting restricts its values. The type also determines whether the setting can
-# change when a run is resumed. A setting of type Free can change, because it affects the results
-# only by rounding errors. A setting of type Growing can only be increased. Changing any other
-# setting raises an error.
+# change when a run is resumed. A setting of type Free can change, because it does not affect the
+# results, or only by rounding errors. A setting of type Growing can only be increased. Changing any
+# other setting raises an error.
 
 
 @dataclass(frozen=True)
