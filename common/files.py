@@ -201,8 +201,7 @@ def stat_of(file: Path) -> list[int]:
 
 def file_hash(file: Path) -> str:
     """Returns the SHA-256 hash of a file, cached until its size or modification time changes."""
-    stat = file.stat()
-    return digest_of(file, stat.st_size, stat.st_mtime_ns)
+    return digest_of(file, *stat_of(file))
 
 
 @cache
