@@ -8,7 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from common import ROOT
+
 # Matches paths in virtual environments and in hidden folders.
 INSTALLED = r"(^|/)(\.|site-packages/)"
 
@@ -20,7 +21,7 @@ def code_now() -> dict:
     its content, or to None for a deleted file. Outside a git repository, `commit` is None, and
     `files` contains all .py files.
     """
-    commit = git("rev-parse", "HEAD") if git("ls-files", "coevolve.py") else None
+    commit = git("rev-parse", "HEAD").strip() if git("ls-files", "coevolve.py") else None
     if commit:
         changed = git("diff", "--name-only", "--relative", "HEAD", "--", "*.py")
         new = git("ls-files", "--others", "--exclude-standard", "--", "*.py")
@@ -28,7 +29,7 @@ def code_now() -> dict:
     else:
         paths = [file.relative_to(ROOT) for file in ROOT.rglob("*.py")]
         names = [path.as_posix() for path in paths if not re.search(INSTALLED, path.as_posix())]
-    return dict(commit=commit and commit.strip(),
+    return dict(commit=commit,
                 files={name: blob_hash(ROOT / name) for name in sorted(names)})
 
 

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from common import ROOT
 from common.files import read_json, share_weights, write_json
 from common.settings import UsageError
 from engine.chat import Encoder, first_line
@@ -40,7 +41,7 @@ from engine.chat import Encoder, first_line
 # little: at 0.6 B, compiled forward and backward passes are only 1.07 times as fast.
 COMPILED = 1_000_000_000
 # Short names for --model. Maps a name to a folder, or to a function that returns a folder.
-MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}
+MODELS = {"tiny": ROOT / "tiny"}
 # Matches the names of weights that do not affect the log-probabilities of text: heads for
 # multi-token prediction, value heads, and image and audio encoders of multimodal models.
 UNUSED_WEIGHTS = re.compile(
