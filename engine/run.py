@@ -219,13 +219,18 @@ class Run(Phases):
         Returns:
             The finished trajectories in the order of `new`. Every rank returns all of them.
         """
+        s = self.settings
         model = self.inference_copy(agent)
         share = new[self.machine.rank::self.machine.ranks]
-        slots = self.slots(model)
+        slots = self.slots()
+        token_sampler = TokenSampler(self.encoder.sampler(temperature), self.encoder,
+                                     self.env.stops)
+        generate = make_generator(self.backends["replies"], model, token_sampler, slots,
+                                  s.max_tokens, s.max_new_tokens,
+                                  self.machine.tokens_per_forward // 2)
         with self.bar(len(share)) as progress:
-            rollouts.play_episodes(make_env or self.make_env, self.encoder, share,
-                          self.make_generator(model, temperature, slots), slots,
-                          self.settings.max_tokens, ended=lambda t: progress.update())
+            rollouts.play_episodes(make_env or self.make_env, self.encoder, share, generate, slots,
+                                   s.max_tokens, ended=lambda t: progress.update())
         if model is agent and self.shares_prefixes:
             model.set_attn_implementation("prefix_sharing")
         order = {(t.task, t.rollout): n for n, t in enumerate(new)}
@@ -242,7 +247,7 @@ class Run(Phases):
         with agent_errors(self, agent):
             return models.read_model(agent, dtype, self.machine.device).eval()
 
-    def slots(self, model) -> int:
+    def slots(self) -> int:
         """Returns the number of episodes that each rank runs in parallel."""
         s = self.settings
         if self.machine.device.type != "cuda":
@@ -252,14 +257,6 @@ class Run(Phases):
         limit = slots_that_fit(self.model_config, free_memory(), longest,
                                        self.machine.bf16, self.machine.tokens_per_forward // 2)
         return min(s.slots or limit, limit)
-
-    def make_generator(self, model, temperature: float, slots: int) -> Callable:
-        s = self.settings
-        token_sampler = TokenSampler(self.encoder.sampler(temperature), self.encoder,
-                                     self.env.stops)
-        return make_generator(self.backends["replies"], model, token_sampler, slots,
-                                         s.max_tokens, s.max_new_tokens,
-                                         self.machine.tokens_per_forward // 2)
 
 
 def margins_of(steps: list[list[Group]]) -> list[dict]:
