@@ -177,7 +177,7 @@ class CachedGenerator:
             start = len(slot.cached_ids)
             ids.append([0] * padding + tokens)
             columns.append([-1] * padding + [*range(start, start + len(tokens))])
-            slot.cached_ids = slot.cached_ids + tokens
+            slot.cached_ids += tokens
         rows = [slot.row for slot in slots]
         self.rows_at_front = rows == [*range(len(rows))]
         self.width = round_up(max(len(slot.cached_ids) for slot in slots))             # C
@@ -278,12 +278,12 @@ def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **
     Returns:
         The attention outputs, (B, n, H, d), and None in place of the attention weights.
     """
-    mask = attention_mask
-    if query.shape[2] > 1 or mask is None or mask.shape[1] > 1:
+    if query.shape[2] > 1 or attention_mask is None or attention_mask.shape[1] > 1:
         sdpa = AttentionInterface._global_mapping["sdpa"]
-        return sdpa(module, query, key, value, mask, **options)
+        return sdpa(module, query, key, value, attention_mask, **options)
     grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=options.get("scaling"))
+    out = F.scaled_dot_product_attention(grouped, key, value, attention_mask,
+                                         scale=options.get("scaling"))
     return out.reshape(len(query), 1, query.shape[1], -1), None
 
 
