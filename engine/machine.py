@@ -49,8 +49,7 @@ class Machine:
         if s.model != "tiny":
             check_torch()
         gpu = torch.cuda.is_available()
-        large = gpu and s.model != "tiny"
-        self.bf16 = is_on(s.bf16, auto=large)
+        self.bf16 = is_on(s.bf16, auto=gpu and s.model != "tiny")
         # A process group for `gather`. Its timeout is long, because one rank may run episodes for
         # hours longer than another.
         self.slow_group = None
@@ -67,9 +66,7 @@ class Machine:
         # is_short(group_tokens) is True if the memory of the GPU is too small to train without
         # gradient checkpointing. `plan` replaces this function on GPUs, except with --model tiny.
         self.is_short = lambda group_tokens: False
-        self.tokens_per_forward = s.tokens_per_forward
-        if s.tokens_per_forward == 0:
-            self.tokens_per_forward = 8192 if gpu else 1024
+        self.tokens_per_forward = s.tokens_per_forward or (8192 if gpu else 1024)
 
     def plan(self, s: MachineSettings, config, parameters: int, keeps_reference: bool) -> None:
         """Sets the CPU thread count and `is_short`, and checks that the GPUs can train the model.
