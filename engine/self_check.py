@@ -61,7 +61,6 @@ def select_backends(model, encoder: Encoder, longest: int = 64) -> dict:
     model.float()
     attention = model.config._attn_implementation
     sequences = random_sequences(encoder, longest)
-    reason = ""
     for backend in REPLY_BACKENDS:
         error, reason = backend_error(
             lambda: reply_error(model, encoder, sequences, longest, backend))
@@ -119,9 +118,11 @@ def random_sequences(encoder: Encoder, longest: int) -> list[Ids]:
     ids = sorted(encoder.valid_ids - set(suppressed_ids(encoder)))
     long = rng.choices(ids, k=max(SHORT_TOKENS, longest - 4 * REPLY_TOKENS))
     twin = long[:len(long) // 3] + rng.choices(ids, k=len(long) - len(long) // 3)
-    sequences = [long, twin, rng.choices(ids, k=min(SHORT_TOKENS, longest // 3))]
     third = longest // 3
-    return [*sequences, rng.choices(ids, k=third)] if third > SHORT_TOKENS else sequences
+    sequences = [long, twin, rng.choices(ids, k=min(SHORT_TOKENS, third))]
+    if third > SHORT_TOKENS:
+        sequences.append(rng.choices(ids, k=third))
+    return sequences
 
 
 def suppressed_ids(encoder: Encoder) -> tuple[int, ...]:
