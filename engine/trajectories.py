@@ -26,8 +26,7 @@ MESSAGE_FIELDS = dict(role=str, content=str)
 
 def write(file: Path, items: Iterable) -> None:
     with open(file, "w") as lines:
-        for item in items:
-            lines.write(line_of(item))
+        lines.writelines(map(line_of, items))
 
 
 def line_of(item) -> str:
