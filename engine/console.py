@@ -74,15 +74,12 @@ def closing(done: dict[str, dict]) -> list[str]:
             evaluations[row["name"], row["split"]].append(row)
     results = defaultdict(list)  # agent -> one text for each split
     for (agent, split), rows in evaluations.items():
-        rewards = " -> ".join(f"{row['reward']:.3f}" for row in first_and_last(rows))
-        successes = " -> ".join(f"{row['success']:.0%}" for row in first_and_last(rows))
+        first_and_last = rows if len(rows) == 1 else [rows[0], rows[-1]]
+        rewards = " -> ".join(f"{row['reward']:.3f}" for row in first_and_last)
+        successes = " -> ".join(f"{row['success']:.0%}" for row in first_and_last)
         edited = ", edited since" if any("edited" in row for row in rows) else ""
         results[agent].append(f"{split}: reward {rewards}, success {successes}{edited}")
     return [f"{agent}, {'; '.join(splits)}" for agent, splits in results.items()]
-
-
-def first_and_last(rows: list) -> list:
-    return rows if len(rows) == 1 else [rows[0], rows[-1]]
 
 
 def visible(text: str) -> str:
@@ -92,8 +89,6 @@ def visible(text: str) -> str:
     for the escape character. Line breaks are not changed, and tabs are replaced with spaces.
     """
     escaped = ""
-    for c in text.replace("\r\n", "\n"):
-        if c == "\t":
-            c = " "
+    for c in text.replace("\r\n", "\n").replace("\t", " "):
         escaped += c if c.isprintable() or c == "\n" else f"<{ord(c):02X}>"
     return escaped
