@@ -61,9 +61,6 @@ class Saved(UserList):
     Changing the list or its items does not change the file.
     """
 
-    def __init__(self, items: Iterable):
-        self.data = list(items)
-
     @classmethod
     def in_file(cls, file: Path, key: str, inputs: tuple) -> "Saved":
         """Creates a list whose file is read at the first use.
@@ -192,9 +189,10 @@ class Phases:
 
     def note(self, **facts) -> None:
         """Updates entries of config.json."""
-        if self.main and self.config != self.config | facts:
-            self.config = self.config | facts
-            write_json(self.folder / "config.json", self.config)
+        config = self.config | facts
+        if self.main and self.config != config:
+            self.config = config
+            write_json(self.folder / "config.json", config)
 
     def close(self) -> None:
         """Marks the run as finished, and unlocks its folder.
