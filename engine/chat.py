@@ -71,8 +71,9 @@ class Encoder:
 
     def observation(self, text: str) -> Ids:
         """Returns the token ids between the end-of-turn token of a reply and the next reply."""
-        before, after = self.template.before_observation, self.template.after_observation
-        return self.ids_after(self.template.end_token, before + self.plain(text) + after)
+        template = self.template
+        piece = template.before_observation + self.plain(text) + template.after_observation
+        return self.ids_after(template.end_token, piece)
 
     def plain(self, text: str, is_reply: bool = False) -> str:
         """Cleans the text of a message: breaks up special tokens and strips outer whitespace.
@@ -212,7 +213,7 @@ class Encoder:
         # In most templates, observations also contain an end-of-turn token. If so, every second
         # end-of-turn token, counted backwards from the last, ends a reply.
         stride = 1 + self.observation("").count(self.end_of_turn)
-        last_first = ends[::-1][::stride]
+        last_first = ends[::-stride]
         return sorted(last_first[:t.turns])
 
     def cut(self, t: Trajectory, replies: int) -> Trajectory:
@@ -390,10 +391,11 @@ class Template:
         messages, and is neither alphanumeric nor whitespace.
         """
         special_tokens = {token for token in self.tokenizer.all_special_tokens if token}
-        for token in self.tokenizer.added_tokens_decoder.values():
-            marks_turns = str(token) in text and not str(token).isalnum() and str(token).strip()
-            if token.special or marks_turns:
-                special_tokens.add(str(token))
+        for added in self.tokenizer.added_tokens_decoder.values():
+            token = str(added)
+            marks_turns = token in text and not token.isalnum() and token.strip()
+            if added.special or marks_turns:
+                special_tokens.add(token)
         return special_tokens
 
     def normalised(self, text: str) -> str:
@@ -419,5 +421,5 @@ class Template:
 def first_line(error: Exception) -> str:
     """Returns the first line of an error message. A single word is prefixed with the error's type.
     """
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()
+    line, *_ = str(error).strip().splitlines() or [""]
+    return line if " " in line else f"{type(error).__name__} {line}".strip()
