@@ -378,7 +378,8 @@ class Template:
         end_tokens = [token for token in special_tokens if token in closing]
         if not end_tokens:
             self.refuse("no special token ends a reply in its chat template; use a chat model")
-        self.end_token = min(end_tokens, key=closing.index)
+        # If several tokens start there, tokenizers choose the longest one.
+        self.end_token = min(end_tokens, key=lambda token: (closing.index(token), -len(token)))
         size = closing.index(self.end_token) + len(self.end_token)
         self.after_reply = closing[:size]
         self.before_observation = to_observation[size:]

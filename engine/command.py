@@ -31,7 +31,7 @@ PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken
 
 
 def run_program(argv: list[str], settings_class, run_class, methods: dict, program: str,
-         finish: Callable | None = None):
+                finish: Callable | None = None):
     """Runs the training method that --method selects, and returns the `Run` object.
 
     If one of the errors in `EXPECTED` occurs, the process prints a single line to stderr and exits

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from common.settings import Free, UsageError, Whole
+from engine.chat import first_line
 
 AUTO = Literal["auto", "on", "off"]
 
@@ -145,9 +146,8 @@ def rendezvous():
     except (ValueError, RuntimeError) as error:
         if not {"LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}:
             raise
-        first, *_ = str(error).splitlines()
-        raise UsageError(f"the ranks do not meet: {first}; to run one process, unset LOCAL_RANK, "
-                         "RANK and WORLD_SIZE") from error
+        raise UsageError(f"the ranks do not meet: {first_line(error)}; to run one process, unset "
+                         "LOCAL_RANK, RANK and WORLD_SIZE") from error
     finally:
         notice.cancel()
         for number, handler in handlers.items():

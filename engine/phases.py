@@ -90,6 +90,9 @@ class Saved(UserList):
     def is_read(self) -> bool:
         return "data" in vars(self)
 
+    def __copy__(self) -> "Saved":  # that of UserList needs a list that was read
+        return self[:]
+
 
 @dataclass
 class Trained:

@@ -254,8 +254,8 @@ class Run(Phases):
             return s.slots or (64 if self.parameters < SMALL else 8)
         models.collect()
         longest = s.max_tokens + s.max_new_tokens
-        limit = slots_that_fit(self.model_config, free_memory(), longest,
-                                       self.machine.bf16, self.machine.tokens_per_forward // 2)
+        limit = slots_that_fit(self.model_config, free_memory(), longest, self.machine.bf16,
+                               self.machine.tokens_per_forward // 2)
         return min(s.slots or limit, limit)
 
 

@@ -151,11 +151,11 @@ def reply_error(model, encoder: Encoder, sequences: list[Ids], longest: int, bac
             t.extend(ids, is_action=True)
             t.log_probs += log_probs
             t.extend(rng.choices(sequences[0], k=REPLY_TOKENS), is_action=False)
-    worst = 0.0
+    errors = []
     for t, _ in requests:
         plain = token_log_probs(model, [t], sampler.process_logits)               # (A,)
-        worst = max(worst, (plain - plain.new_tensor(t.log_probs)).abs().mean().item())
-    return worst
+        errors.append((plain - plain.new_tensor(t.log_probs)).abs().mean())
+    return torch.stack(errors).max().item()  # NaN if one of them is NaN
 
 
 def pass_error(model, sequences: list[Ids], passes: str) -> float:
@@ -176,5 +176,5 @@ def pass_error(model, sequences: list[Ids], passes: str) -> float:
         batched = token_log_probs(model, trajectories)                            # (A,)
     errors = []
     for values, expected in zip(batched.split([len(values) for values in plain]), plain):
-        errors.append((values - expected).abs().mean().item())
-    return max(errors)
+        errors.append((values - expected).abs().mean())
+    return torch.stack(errors).max().item()

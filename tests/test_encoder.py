@@ -36,6 +36,15 @@ def whole(tokenizer, messages) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def test_the_longest_special_token_ends_a_turn():
+    """As in a tokenizer."""
+    tokenizer = make_tokenizer("chatml")
+    end = tokenizer.eos_token
+    prefixes = [end[:size] for size in range(2, len(end))]
+    tokenizer.add_special_tokens(dict(additional_special_tokens=prefixes))
+    assert Encoder(tokenizer).template.end_token == end
+
+
 @pytest.mark.parametrize("unigram", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_turn_by_turn_ids_are_those_of_the_template_and_the_mask_has_the_replies(name, unigram):

@@ -264,11 +264,19 @@ def longer_prefixes(real):
     return lambda ids, others: real(ids, others) + bool(ids)
 
 
+def nan_in_later_sequences(real):
+    def log_probs(model, trajectories, tokens):
+        values = real(model, trajectories, tokens)
+        return values.masked_fill(torch.arange(len(values)) >= trajectories[0].action_count, torch.nan)
+    return log_probs
+
+
 @pytest.mark.parametrize("family, holder, name, wrong, answer, passes", [
     ("gemma3_text", kv_cache, "window_sizes", later_windows, "batched", ["padded"]),
     ("llama", CachedGenerator, "attention_masks", earlier_masks, "batched", BOTH),
-    ("gpt2", prefix_sharing, "common_prefix_length", longer_prefixes, "kv_cache", ["padded"])])
-def test_the_self_check_finds_off_by_one_errors(
+    ("gpt2", prefix_sharing, "common_prefix_length", longer_prefixes, "kv_cache", ["padded"]),
+    ("gpt2", prefix_sharing, "log_probs", nan_in_later_sequences, "kv_cache", ["padded"])])
+def test_the_self_check_finds_off_by_one_errors_and_nan(
         family, holder, name, wrong, answer, passes, words, monkeypatch):
     monkeypatch.setattr(holder, name, wrong(getattr(holder, name)))
     found = self_check.select_backends(tiny_model(family, words.vocabulary_size), words, LONGEST)

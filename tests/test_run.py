@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,7 +265,7 @@ def test_what_the_loop_changes_between_two_phases_is_cached(change, new_run):
         return []
 
     changed = change(pair(None, play(None)))
-    for now, runs in (list, 1), (change, 2), (change, 2), (list, 3):
+    for now, runs in (copy, 1), (change, 2), (change, 2), (list, 3):
         run = new_run()
         pairs = run.once("pairs.jsonl", pair, run.once("played.jsonl", play))
         run.once("learned.jsonl", learn, now(pairs))
