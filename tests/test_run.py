@@ -6,8 +6,8 @@ import re
 import shutil
 import signal
 import sys
-from dataclasses import replace
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
