@@ -18,7 +18,6 @@ as in `coevolve.py`. `played` contains the agent's rollouts of the iteration.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -132,9 +131,9 @@ def join_successes(
     added = []
     dropped = Counter()
     known = {task_and_actions(expert, run.env) for expert in experts}
-    for expert, *lists in by_task(experts, played, more):
+    for expert, rollouts in by_task(experts, played + more):
         opening, _ = split_opening(expert)
-        for t in itertools.chain(*lists):
+        for t in rollouts:
             actions = task_and_actions(t, run.env)
             if not is_usable(t):
                 dropped["too long"] += 1
