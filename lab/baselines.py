@@ -177,10 +177,9 @@ def ppo(run: Run) -> None:
     of an episode. All action tokens of an episode have the same advantage, and there is no value
     network.
     """
-    s = run.settings
     experts, after_sft = train_on_experts(run)
     agent = after_sft
-    for i in range(1, s.iterations + 1):
+    for i in range(1, run.settings.iterations + 1):
         played = run.once(f"iter{i}/target.jsonl", explore, agent, experts, name="target", i=i)
         agent = run.once(f"iter{i}/target-agent", train_ppo, agent, after_sft, experts, played,
                          name="target", i=i)

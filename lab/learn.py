@@ -56,8 +56,7 @@ def learn(run: Run) -> None:
     experts = once("experts.jsonl", best, file)
     played = {}  # name of an agent -> its trajectories without the expert trajectories
     for name in dict.fromkeys(t.agent for t in run.trajectories):
-        output = f"iter1/{name}.jsonl"
-        played[name] = once(output, others, file, experts, name=name)
+        played[name] = once(f"iter1/{name}.jsonl", others, file, experts, name=name)
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played)
 
     # 2. Train, and copy the agent to OUT.
