@@ -255,8 +255,8 @@ def contents(message: dict) -> tuple[str, bool]:
     """Returns the text of a message, and True if its other fields or parts contain reasoning. Lone
     surrogates are replaced with the replacement character."""
     content = message.get("content") or ""
-    fields = [value for name, value in message.items() if name not in ("role", "content")]
-    reasons = any(isinstance(value, str) and value for value in fields)
+    reasons = any(isinstance(value, str) and value for name, value in message.items()
+                  if name not in ("role", "content"))
     if isinstance(content, list):
         texts = [part["text"] for part in content if part["type"] == "text"]
         reasons = reasons or len(texts) < len(content)
