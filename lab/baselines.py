@@ -16,8 +16,6 @@ and two new ones, `explore_more` and `join_successes`. The arguments of phases h
 as in `coevolve.py`. `played` contains the agent's rollouts of the iteration.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable

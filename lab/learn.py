@@ -13,8 +13,6 @@ The trained agent is written to the folder OUT. The run itself is in OUT/run, an
 phases as a run of coevolve.py. To resume an interrupted run, repeat the command.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
