@@ -44,8 +44,7 @@ def experts(env: Environment, file: str | None, count: int, dropped: Counter | N
     """
     if not file:
         for task in env.tasks("train")[:count or None]:
-            messages, reward = converse(env, env.reset(task), env.expert())
-            yield task, messages, reward
+            yield task, *converse(env, env.reset(task), env.expert())
         return
     if dropped is None:
         dropped = Counter()

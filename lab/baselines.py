@@ -16,9 +16,6 @@ and two new ones, `explore_more` and `join_successes`. The arguments of phases h
 as in `coevolve.py`. `played` contains the agent's rollouts of the iteration.
 """
 
-from __future__ import annotations
-
-import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -132,9 +129,9 @@ def join_successes(
     added = []
     dropped = Counter()
     known = {task_and_actions(expert, run.env) for expert in experts}
-    for expert, *lists in by_task(experts, played, more):
+    for expert, rollouts in by_task(experts, played + more):
         opening, _ = split_opening(expert)
-        for t in itertools.chain(*lists):
+        for t in rollouts:
             actions = task_and_actions(t, run.env)
             if not is_usable(t):
                 dropped["too long"] += 1
@@ -178,10 +175,9 @@ def ppo(run: Run) -> None:
     of an episode. All action tokens of an episode have the same advantage, and there is no value
     network.
     """
-    s = run.settings
     experts, after_sft = train_on_experts(run)
     agent = after_sft
-    for i in range(1, s.iterations + 1):
+    for i in range(1, run.settings.iterations + 1):
         played = run.once(f"iter{i}/target.jsonl", explore, agent, experts, name="target", i=i)
         agent = run.once(f"iter{i}/target-agent", train_ppo, agent, after_sft, experts, played,
                          name="target", i=i)

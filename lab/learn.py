@@ -13,8 +13,6 @@ The trained agent is written to the folder OUT. The run itself is in OUT/run, an
 phases as a run of coevolve.py. To resume an interrupted run, repeat the command.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -56,8 +54,7 @@ def learn(run: Run) -> None:
     experts = once("experts.jsonl", best, file)
     played = {}  # name of an agent -> its trajectories without the expert trajectories
     for name in dict.fromkeys(t.agent for t in run.trajectories):
-        output = f"iter1/{name}.jsonl"
-        played[name] = once(output, others, file, experts, name=name)
+        played[name] = once(f"iter1/{name}.jsonl", others, file, experts, name=name)
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played)
 
     # 2. Train, and copy the agent to OUT.
@@ -200,16 +197,15 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
     if not isinstance(agent, str) or not re.fullmatch(r"(?!pairs)\w[\w .:@+-]*", agent):
         raise ValueError(f"agent {agent!r} must be a name of letters and digits, since it names a "
                          "file of the run")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not 0 <= reward <= 1:
+    if type(reward) not in (int, float) or not 0 <= reward <= 1:
         raise ValueError(f"reward {reward!r} is not a number from 0 to 1")
 
     messages = read_turns(row["messages"], "role", "content", roles=ROLES | {"system": "system"})
     roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
         raise ValueError(f"its messages have the roles {roles}; user and assistant must alternate")
-    while roles[-1] != "assistant":  # drop the messages after the last reply
-        roles.pop()
-    messages = messages[:len(roles)]
+    while messages[-1]["role"] != "assistant":  # drop the messages after the last reply
+        messages.pop()
     turns = row.get("turns") or roles.count("assistant")
     opening = first_reply(messages, turns)
     if opening == len(messages):

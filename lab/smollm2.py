@@ -71,7 +71,7 @@ def make_folder(temporary: Path) -> Path:
 def python(*arguments: str, **environment: str) -> None:
     """Runs this Python interpreter as a subprocess. If the subprocess fails, raises UsageError with
     the last line of its error output."""
-    done = subprocess.run([sys.executable, *arguments], env={**os.environ, **environment},
+    done = subprocess.run([sys.executable, *arguments], env=os.environ | environment,
                           cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

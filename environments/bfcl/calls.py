@@ -194,8 +194,9 @@ class Simulators:
         with LOCK, mpmath.workdps(15), decimal.localcontext():
             try:
                 result = _in_order(function(**copy.deepcopy(call["arguments"])))
-                with suppress(Exception):
-                    return json.dumps(result) if type(result) is dict else str(result)
+                if type(result) is dict:
+                    with suppress(Exception):
+                        return json.dumps(result)
                 return str(result)
             except RecursionError:
                 # Return a fixed message, because Python's message for this error varies.

@@ -43,8 +43,7 @@ class TaskGenerator:
         """Returns the names of the functions that are called without an error, and all pairs of
         consecutive names."""
         made = successful_calls(self.env.find(task)["start"], replies)
-        names = [call["name"] for call, _, _ in made]
-        return with_pairs(names)
+        return with_pairs([call["name"] for call, _, _ in made])
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Makes at most two candidates from an episode.
@@ -157,7 +156,7 @@ class TaskGenerator:
 
 
 def all_calls(task: dict) -> list[dict]:
-    return [call for calls in task["calls"] for call in calls]
+    return sum(task["calls"], [])
 
 
 def calls_in(replies: list[str]) -> list[dict | str]:

@@ -59,7 +59,7 @@ TEMPLATES = [
 _PATTERNS = [re.compile(template.format(
     type=r"(?P<type>\w+ \w+)", attributes="(?P<attributes>.+?)", options="(?P<options>.+?)",
     limit=r"(?P<limit>\d+(\.\d+)?)")) for template in TEMPLATES]
-_TYPE_WORDS = {word for name in TYPES for word in name.split()}
+_TYPE_WORDS = set(" ".join(TYPES).split())
 
 
 def type_words(name: str) -> list[str]:

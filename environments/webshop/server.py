@@ -239,7 +239,8 @@ def read_page(html: str, url: str) -> ServerPage:
         value = tag.get("value", "")
         has_slash = "/" in value or "/" in tag.get("name", "")
         options[value] = Link("GET", address(tag, "data-url"), has_slash=has_slash)
-    links = links | {value: link for value, link in options.items() if value not in links}
+    for value, link in options.items():
+        links.setdefault(value, link)
 
     pieces = visible_texts(soup)
     instruction = None

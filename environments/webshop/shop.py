@@ -58,8 +58,7 @@ class WebShop(Shop):
             place = Place("results", query=query)
         if place.kind == "done":
             product = self.data.products[place.item]
-            options = dict(place.options)
-            reward = webshop_reward(product, self.goal, options, product["price"],
+            reward = webshop_reward(product, self.goal, dict(place.options), product["price"],
                                     catalogue.type_words)
             return Page("done", DONE, {}, place.item, reward, place.options)
 

@@ -76,9 +76,8 @@ class Endpoint:
         self.timeout = timeout  # maximum time until the next part of a response, in seconds
         # Request bodies without messages. Some models need a different name for the token limit, or
         # accept no temperature. Only the first body that the endpoint answers is kept.
-        model = dict(model=name)
-        limited = dict(model, max_tokens=max_tokens)
-        renamed = dict(model, max_completion_tokens=max_tokens)
+        limited = dict(model=name, max_tokens=max_tokens)
+        renamed = dict(model=name, max_completion_tokens=max_tokens)
         sampling = dict(temperature=temperature)
         self.bodies = [limited | sampling, renamed | sampling, limited, renamed]
         self.stopped = threading.Event()  # once set, no request is sent and waiting ends
@@ -158,7 +157,7 @@ class Endpoint:
     def keep(self, body: dict) -> None:
         """Keeps the body of an answered request for all later requests. Prints a message if it is
         not the first body, because replies to a body without temperature are not greedy."""
-        if len(self.bodies) > 1 and body != self.bodies[0]:
+        if body != self.bodies[0]:
             changes = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
             if "temperature" not in body:
                 changes += " and without temperature, so replies are sampled at its own temperature"
@@ -256,8 +255,8 @@ def contents(message: dict) -> tuple[str, bool]:
     """Returns the text of a message, and True if its other fields or parts contain reasoning. Lone
     surrogates are replaced with the replacement character."""
     content = message.get("content") or ""
-    fields = [value for name, value in message.items() if name not in ("role", "content")]
-    reasons = any(isinstance(value, str) and value for value in fields)
+    reasons = any(isinstance(value, str) and value for name, value in message.items()
+                  if name not in ("role", "content"))
     if isinstance(content, list):
         texts = [part["text"] for part in content if part["type"] == "text"]
         reasons = reasons or len(texts) < len(content)

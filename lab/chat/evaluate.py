@@ -4,8 +4,6 @@
     --method chat --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -137,14 +137,14 @@ def write_tasks(run: Run, task_set: Rows, explored: list[evolve.Explored],
     proposal is None. Proposals are never repaired."""
     generator = env_with(run, task_set).task_generator()
     known = "\n".join(row["text"] for row in task_set if "text" in row)[-LONGEST:] or "(none yet)"
-    prompt = partial(ABSTRACT.format, form=generator.form, known=known)
-    prompts = [prompt(conversation=told(t.messages, LONGEST)) for t in explored]
+    prompts = [ABSTRACT.format(conversation=told(t.messages, LONGEST), form=generator.form,
+                               known=known) for t in explored]
     replies, usage = ask_all(run, prompts)
     rows = []
     unreadable = 0
-    for n in evolve.rng_of(run, "propose", i).sample(range(len(explored)), len(explored)):
-        t = explored[n]
-        for value in objects(replies[n]) if replies[n] else []:
+    answered = [*zip(explored, replies)]
+    for t, reply in evolve.rng_of(run, "propose", i).sample(answered, len(answered)):
+        for value in objects(reply) if reply else []:
             if value is None:
                 unreadable += 1
             else:

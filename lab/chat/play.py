@@ -85,7 +85,8 @@ def play(env: Environment, encoder: Encoder, task: str, max_tokens: float,
                 ids, text = propose(t)
                 say("The agent's reply; Enter accepts it:\n    " + text.replace("\n", "\n    "))
             encoder.typed = typed(env, may_be_empty=propose is not None)
-            ids = encoder.reply(encoder.typed) if encoder.typed else ids
+            if encoder.typed:
+                ids = encoder.reply(encoder.typed)
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
         end = t.ended.replace("_", " ")

@@ -56,12 +56,13 @@ def evaluation_records(run: Path, phases: dict) -> list[dict]:
         if not episodes:  # the split has no tasks, or the user has deleted or emptied the file
             continue
         rewards = rewards_by_task(episodes)
-        reward = fmean(episode["reward"] for episode in episodes)
-        success = fmean(episode["reward"] >= SOLVED for episode in episodes)
         by_task = np.array([np.mean(of_task) for of_task in rewards.values()])
-        full = sum(episode["ended"] == "context_limit" for episode in episodes)
-        counted_again = dict(reward=reward, success=success, tasks=len(rewards),
-                             out_of_context=full, **bootstrap([[by_task]]))
+        counted_again = dict(
+            reward=fmean(episode["reward"] for episode in episodes),
+            success=fmean(episode["reward"] >= SOLVED for episode in episodes),
+            tasks=len(rewards),
+            out_of_context=sum(episode["ended"] == "context_limit" for episode in episodes),
+            **bootstrap([[by_task]]))
         evals.append(row | counted_again | scenarios(environment(env), rewards))
     return evals
 

@@ -76,10 +76,10 @@ def first_difference(before: Path, after: Path) -> str:
     others = phases_of(after)
     for output, record in phases_of(before).items():
         if output in others and "split" not in record:
-            change = content_change(before / output, after / output)
-            numbers = number_changes(record, others[output])
-            if change or numbers:
-                return f"{output}: {listed([*change, *numbers])}"
+            differences = content_change(before / output, after / output)
+            differences += number_changes(record, others[output])
+            if differences:
+                return f"{output}: {listed(differences)}"
     return "no output of both differs"
 
 

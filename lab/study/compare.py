@@ -77,7 +77,9 @@ def write_report(
                   ["distance"]),
             table("Over iterations", evals, [], ["agent", "iteration", "split"], numbers.MEASURES)]
         if compared is None:
-            of_env = [settings_table(runs), changes(runs, last[env]), *of_env]
+            differing = ("Settings in which they differ", ["setting", "method", "value"],
+                         setting_differences(runs))
+            of_env = [differing, changes(runs, last[env]), *of_env]
         tables += [(f"{env}: {name}", columns, rows) for name, columns, rows in of_env]
         draw_rewards(env, evals, runs, out / f"curves-{env}.svg")
     if len(envs) > 1:
@@ -116,8 +118,7 @@ def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [title]
     for row in cells:
-        padded = [text.ljust(width) for text, width in zip(row, widths)]
-        lines.append("  ".join(padded).rstrip())
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
     return "\n".join(lines)
 
 
@@ -163,11 +164,6 @@ def last_table(last: list[dict], compared: list[tuple[str, str]]) -> Table:
     """Returns the main table of a report, on the last evaluation of each agent."""
     return table("Evaluation after the last iteration, and differences on the same seeds", last,
                  compared, ["agent", "split"], numbers.MEASURES, ("sampling", "seed", "iteration"))
-
-
-def settings_table(runs: Runs) -> Table:
-    return ("Settings in which they differ", ["setting", "method", "value"],
-            setting_differences(runs))
 
 
 def states(runs: Runs) -> Table:
@@ -253,7 +249,9 @@ def main(argv: list[str]) -> None:
     studies = [finished(Path(word)) for word in args.runs]  # {} if the folder is no study
     if all(studies):
         given = [("", Path(word)) for word in args.runs]
-        envs = dict(itertools.chain(*(study.items() for study in studies)))
+        envs = {}
+        for study in studies:
+            envs |= study
         if len(envs) < len(studies):
             raise UsageError("several of these studies are in the same environment; name the runs "
                              "to compare: NAME=RUN NAME=RUN")

@@ -116,15 +116,15 @@ def taken_from(run: Path) -> dict:
 def task_counts(phases: dict) -> list[int]:
     """Returns the sizes of GRPO's task set, at the start and after each evolution phase. The list
     is empty for methods of coevolve.py, which have no such task set."""
-    rows = phases_with(phases, "tasks")
-    return [row["tasks"] for row in rows if row["output"].endswith("tasks.jsonl")]
+    return [row["tasks"] for row in phases_with(phases, "tasks")
+            if row["output"].endswith("tasks.jsonl")]
 
 
 def training_phases(phases: dict) -> list[dict]:
     """Returns the records of the training phases after the initial SFT phase."""
-    rows = [row for row in phases_with(phases, "steps", "seconds") if row["i"] > 0]
-    return [row for row in rows
-            if isinstance(row["steps"], int) and not row["output"].endswith(".jsonl")]
+    return [row for row in phases_with(phases, "steps", "seconds")
+            if row["i"] > 0 and isinstance(row["steps"], int)
+            and not row["output"].endswith(".jsonl")]
 
 
 def is_target(row: dict, phases: dict) -> bool:

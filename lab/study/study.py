@@ -80,8 +80,7 @@ def make_runs(
 def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
     """Returns the flags in `more` that an arm's method uses, with their values. Flags that no arm
     of the study uses are also returned, so that parsing them raises an error."""
-    reads = {other: reads_of(other) for other in arms}
-    others = set.union(*reads.values()) - reads[arm]
+    others = set.union(*map(reads_of, arms)) - reads_of(arm)
     kept = []
     is_kept = True
     for word in more:  # a flag, or a value of the flag before it
@@ -101,7 +100,7 @@ def launch(env: str, words: list[str], log: Path) -> None:
     UsageError if the exit status is not 0."""
     with open(log, "a") as output:
         with starting:
-            child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *words], stdout=output,
+            child = subprocess.Popen(["bash", ROOT / "run.sh", env, *words], stdout=output,
                                      stderr=output, env=os.environ | {"PYTHON": sys.executable})
             running.add(child)
         status = child.wait()
@@ -128,8 +127,8 @@ def main(argv: list[str]) -> None:
         epilog="Methods and their settings. A value in {...} is taken from the run of coevolve or "
                f"evolve with the same seed, which is then made, too:\n{arms}")
     parser.add_argument("env", metavar="ENV", choices=ENVIRONMENTS, help=", ".join(ENVIRONMENTS))
-    parser.add_argument("--methods", nargs="+", choices=[*ARMS], metavar="METHOD",
-                        default=list(FIRST),
+    parser.add_argument("--methods", nargs="+", choices=ARMS, metavar="METHOD",
+                        default=FIRST,
                         help="methods from the list below [all methods of the first system]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="seeds; 0 to 2 were used to choose the default settings "
@@ -150,8 +149,9 @@ def main(argv: list[str]) -> None:
         if args.eto_lambda_sft is not None:
             for arm, flags in arms.items():
                 arms[arm] = flags.replace("{lambda_sft}", str(args.eto_lambda_sft))
-        needed = itertools.chain(*(needed_by(arms[arm]) for arm in args.methods))
-        wanted = {*args.methods, *needed}
+        wanted = {*args.methods}
+        for arm in args.methods:
+            wanted.update(needed_by(arms[arm]))
         small = not GPU and not any(word.startswith("--model") for word in more)
         if small:  # on a CPU, rounding depends on the number of threads, and so may the results
             os.environ["OMP_NUM_THREADS"] = "1"
