@@ -56,7 +56,7 @@ def json_line(row) -> str:
     if not isinstance(row, dict):
         values = {field.name: getattr(row, field.name) for field in fields(row)}
         row = {name: value for name, value in values.items() if value is not None}
-    return json.dumps(row) + "\n"
+    return json.dumps(row, default=scalar) + "\n"
 
 
 def whole_lines(file: Path) -> list[dict]:

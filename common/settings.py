@@ -309,6 +309,9 @@ def parse(
     env_settings = options(**{name: values[name] for name in settings_of(options)})
 
     # 3. Print --help, or check the values.
+    if settings.method not in methods:  # it comes from the run of --branch
+        raise UsageError(f"--method {settings.method}: this program does not have it; choose from: "
+                         f"{', '.join(methods)}")
     reads = names_in((*methods[settings.method].reads, options))
     if help_on:
         shown = reads
@@ -445,6 +448,11 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
         for limit in [FINITE, *limits]:
             if name in reads and not limit.holds(value, settings):
                 problems.append(f"{flag(name)} {value}: {limit.message}")
+        # argparse has checked only the values from the command line.
+        choices = get_args(declared[name].kind)
+        is_choice = get_origin(declared[name].kind) is Literal
+        if name in reads and is_choice and value not in choices:
+            problems.append(f"{flag(name)} {value}: choose from: {', '.join(choices)}")
     all_settings = SimpleNamespace(**values)
     conflicts = settings.conflicts(all_settings) + env_settings.conflicts(all_settings)
     for is_conflict, flags, message in conflicts:
@@ -456,17 +464,22 @@ def problems_in(declared: dict[str, Setting], given: dict, reads: set[str], sett
 # ------------------------------------------------------------------------ the settings of a run
 
 
-def check_same(before: dict, now: dict, kind: type) -> None:
+def check_same(before: dict, now: dict, declared: dict[str, Setting]) -> None:
     """Raises UsageError if a run is resumed with settings that are different from before.
 
     Free settings may change, and Growing settings may increase. A setting that is missing in
-    `before` or in `now` is ignored, because two programs may use the same run folder.
+    `before`, because the program did not have it, had its default. A setting that is missing in
+    `now` is ignored.
+
+    Args:
+        declared: The declarations of all settings in `now`, by name.
     """
     changed = []
-    for name in before.keys() & now.keys():
-        grows = has_mark(kind, name, GROWING) and now[name] > before[name]
-        if before[name] != now[name] and not grows and not has_mark(kind, name, FREE):
-            changed.append(f"{name} ({before[name]} -> {now[name]})")
+    for name, value in now.items():
+        old = before.get(name, declared[name].default)
+        marks = declared[name].marks
+        if value != old and FREE not in marks and not (GROWING in marks and value > old):
+            changed.append(f"{name} ({old} -> {value})")
     if changed:
         raise UsageError(f"--out: the run in this folder has other settings: "
                          f"{', '.join(sorted(changed))}; give another folder, or the same settings")

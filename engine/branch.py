@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from common.files import check_version, copy_folder, read_json, remove
-from common.settings import FREE, UsageError, has_mark, settings_of
+from common.settings import FREE, UsageError, has_mark, settings_of, values_of
 from engine.code import code_differences
 from engine.console import counted
 
@@ -46,7 +46,7 @@ def take(run, branch: str, now: dict) -> dict:
 
     # 2. Compare the settings.
     config = read_json(source / "config.json")
-    changes = differing_settings(config["settings"], now, settings_of(type(run.settings)))
+    changes = differing_settings(config["settings"], now, run.declared)
     options = type(run.options)
     env_options = [name for name in settings_of(options) if not has_mark(options, name, FREE)]
     conflicts = [changes[name] for name in ("env", *env_options, "model", "view")
@@ -55,6 +55,7 @@ def take(run, branch: str, now: dict) -> dict:
         raise UsageError(f"--branch {branch}: the run has other values of {', '.join(conflicts)}; "
                          "give the same values, or start a new run without --branch")
     seed = changes.pop("seed", None)
+    inherited = inherited_settings(config["settings"], now, type(run.settings), options)
     code = code_differences(config.get("code"), run.code)
 
     # 3. Copy the outputs.
@@ -76,6 +77,8 @@ def take(run, branch: str, now: dict) -> dict:
     run.print(f"{counted(len(taken), 'outputs')} copied from {source}, up to {output}; "
               f"other settings: {', '.join(settings) or 'none'}; "
               f"other code: {', '.join(code) or 'none'}")
+    if inherited:
+        run.print(f"settings of {source}, where the defaults differ: {', '.join(inherited)}")
     if seed:
         run.print(f"the copied outputs were made with another {seed}; `compare` will not pair this "
                   "run with others of its seed")
@@ -90,6 +93,17 @@ def settings_of_run(branch: str) -> dict:
     """Returns the settings of RUN in --branch RUN@OUTPUT, which are the defaults of the new run."""
     config = Path(branch.rpartition("@")[0]) / "config.json"
     return read_json(config).get("settings", {}) if config.exists() else {}
+
+
+def inherited_settings(before: dict, now: dict, kind: type, options: type) -> list[str]:
+    """Returns the values of RUN that differ from the current defaults, as "beta (0.1, not 0.2)".
+
+    `kind` and `options` are the settings classes of the program and of the environment.
+    """
+    names = ("env", "method", "model", "quick", *settings_of(options))
+    defaults, _ = values_of({name: now[name] for name in names}, {}, kind, options)
+    return [f"{name} ({value}, not {defaults[name]})" for name, value in now.items()
+            if value == before.get(name) != defaults[name]]
 
 
 def differing_settings(before: dict, now: dict, declared: dict) -> dict[str, str]:

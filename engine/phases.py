@@ -11,6 +11,7 @@ The loops in `coevolve.py` pass values from phase to phase. These values can be 
 config.json contains the settings of the run, and phases.json a record of each output.
 """
 
+import json
 import os
 import time
 from collections import UserList
@@ -35,16 +36,19 @@ from common.files import (
     stat_of,
     write_json,
 )
-from common.settings import UsageError, check_same
+from common.settings import UsageError, check_same, settings_of
 from dpo import Pair
 from engine import branch, models
 from engine.code import code_differences, code_now
 from engine.console import sentence, visible
 from engine.tracking import Tracking
 from engine.trajectories import (
+    check_names,
     check_pairs,
     content_hash,
     is_rows,
+    items_of,
+    line_of,
     read,
     trajectories_by_name,
     trajectories_in,
@@ -137,6 +141,7 @@ class Phases:
         # Only the main rank needs the code version, because only this rank writes config.json.
         self.code = code_now() if self.main else None
 
+        self.declared = settings_of(type(settings)) | settings_of(type(options))
         stated = vars(settings) | vars(options)
         stated = {name: value for name, value in stated.items() if name in reads}
         if self.main:
@@ -177,7 +182,7 @@ class Phases:
                              "another folder")
         if "backends" not in config:
             raise UsageError(f"--out {self.folder}: {OLDER}")
-        check_same(config["settings"], stated, type(self.settings))
+        check_same(config["settings"], stated, self.declared)
         if self.settings.branch and "branch" not in config:
             raise UsageError(f"--out {self.folder}: its run was started without --branch; give "
                              "another folder")
@@ -212,7 +217,7 @@ class Phases:
 
     # ................................................................................... once
 
-    def once(self, output: str, phase: Callable, *inputs, **parameters):
+    def once(self, output: str, phase: Callable, /, *inputs, **parameters):
         """Returns phase(run, *inputs, **parameters), and saves it in the folder of the run.
 
         If an earlier process has saved the output with the same cache key, `once` skips the phase
@@ -246,6 +251,7 @@ class Phases:
                              "output")
         # 1. Compute the cache key.
         with prefix_errors(label):
+            check_free(parameters, RECORD)
             values = plain(parameters)
             inputs_key = self.keys_of(inputs)
             self.check_ranks([output, phase.__name__, inputs_key, values])
@@ -298,6 +304,7 @@ class Phases:
         if isinstance(value, Saved) and not value.is_read:
             return value.key
         if is_rows(value):  # the items of a list that was read may have been changed
+            check_names(value)
             return content_hash(value)
         if isinstance(value, dict):
             return [list(value), self.keys_of(value.values())]
@@ -307,7 +314,8 @@ class Phases:
             return self.keys[value] if value in self.keys else hashes_of(value)
         if value is not None:
             raise TypeError(f"the input {value!r:.60} is no list of trajectories or pairs, and no "
-                            "path; give numbers and strings by name")
+                            "path; give files and folders as Path(...), and numbers and strings by "
+                            "name")
         return None
 
     def reuse(self, output: str, cache_key: str, inputs: tuple) -> dict | None:
@@ -318,11 +326,14 @@ class Phases:
         row = self.recorded.pop(output, None)
         if row is None:
             return None
+        path = self.folder / output
         if row["cache_key"] != cache_key:
             self.print(f"{output} is recomputed, because its inputs or parameters have changed")
+            if self.main and is_edited(path, row):
+                os.replace(path, path.with_name(f"{path.name}.edited"))
+                self.print(f"{output} was edited; the edited file is now {output}.edited")
             return None
         row.pop("edited", None)
-        path = self.folder / output
         if is_edited(path, row):
             row["edited"] = content_hash(read(path, inputs, self.encoder.vocabulary_size))
             self.print(f"{output} was edited; the run uses it as it is, but its recorded numbers "
@@ -337,7 +348,7 @@ class Phases:
         if self.main:
             # Remove result.json, because it must exist only in a finished run.
             files.remove(self.folder / "result.json")
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             files.remove(temporary(path))
         self.machine.wait()
 
@@ -354,8 +365,12 @@ class Phases:
             if self.main:
                 files.copy_folder(value, path, without=".jsonl")
         elif is_rows(value):
+            check_names(value)
             trajectories_by_name(trajectories_in(value))
             check_pairs(value, inputs)
+            # Check that the value can be read again.
+            items_of((json.loads(line_of(item)) for item in value), inputs,
+                     self.encoder.vocabulary_size)
             if self.main:
                 write(path, value)
         else:
@@ -445,15 +460,20 @@ def with_numbers(result, parameters: dict) -> tuple:
     if not isinstance(numbers, dict):
         raise TypeError(f"its second value is {numbers!r:.60}; return a dict of numbers")
     numbers = plain(numbers)
-    taken = numbers.keys() & {*RECORD, *parameters}
-    if taken:
-        raise ValueError(f"the record of an output already has the entry {min(taken)!r}; give this "
-                         "number another name")
+    check_free(numbers, (*RECORD, *parameters))
     for name, counts in numbers.items():
         values = counts.values() if isinstance(counts, dict) else ()
         if not all(isinstance(value, int | float) for value in values):
             raise TypeError(f"{name} is {counts!r:.60}; return a number, or a dict of numbers")
     return value, numbers
+
+
+def check_free(names: Iterable[str], entries: Iterable[str]) -> None:
+    """Raises ValueError if a parameter or a number has the name of another entry of its record."""
+    taken = {*names} & {*entries}
+    if taken:
+        raise ValueError(f"the record of an output already has the entry {min(taken)!r}; give this "
+                         "parameter or number another name")
 
 
 # Keys of a phases.json record that are neither parameters of the phase nor numbers that it

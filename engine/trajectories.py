@@ -5,6 +5,7 @@ Users may edit these files, so each line is checked when it is read.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -71,9 +72,24 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
         inputs: Values that contain the trajectories that a pairs file refers to.
         vocabulary: The vocabulary size. Token ids must be below it.
     """
+    rows = read_jsonl(file)
+    try:
+        items = items_of(rows, inputs, vocabulary)
+        check_names(items)
+        return items
+    except ValueError as error:
+        raise UsageError(f"{file}, {error}; fix the line, or delete the file and rerun the same "
+                         "command to make it again") from None
+
+
+def items_of(rows: Iterable[dict], inputs: Iterable, vocabulary: float) -> list:
+    """Converts rows to trajectories, pairs or dicts. The arguments are those of `read`.
+
+    Raises ValueError with the line number if a row is not valid.
+    """
     items = []
     by_name = None  # the trajectories in `inputs`, by name
-    for n, row in enumerate(read_jsonl(file), 1):
+    for n, row in enumerate(rows, 1):
         try:
             if "chosen" in row:
                 if by_name is None:
@@ -84,9 +100,21 @@ def read(file: Path, inputs: Iterable = (), vocabulary: float = math.inf) -> lis
             else:
                 items.append(row)
         except ValueError as error:
-            raise UsageError(f"{file}, line {n}: {error}; fix the line, or delete the file and "
-                             "rerun the same command to make it again") from None
+            raise ValueError(f"line {n}: {error}") from None
     return items
+
+
+def check_names(items: Iterable) -> None:
+    """Raises ValueError if two trajectories in a list have the same name."""
+    names = Counter(name_of(item) for item in items if isinstance(item, Trajectory))
+    for name, count in names.items():
+        if count > 1:
+            raise same_name(name)
+
+
+def same_name(name: tuple) -> ValueError:
+    return ValueError(f"two trajectories have {describe(name)}; give one of them another agent, "
+                      "iteration or rollout")
 
 
 def trajectories_in(value) -> Iterable[Trajectory]:
@@ -202,13 +230,15 @@ def pair_of(row: dict, by_name: dict[tuple, Trajectory]) -> Pair:
 
 
 def trajectories_by_name(trajectories: Iterable[Trajectory]) -> dict[tuple, Trajectory]:
-    """Returns {name: trajectory}, and raises ValueError if two trajectories have the same name."""
+    """Returns {name: trajectory}. The same trajectory may occur several times.
+
+    Raises ValueError if two different trajectories have the same name.
+    """
     by_name = {}
     for t in trajectories:
         stored = by_name.setdefault(name_of(t), t)
         if stored is not t and stored != t:
-            raise ValueError(f"two trajectories have {describe(name_of(t))}; give one of them "
-                             "another agent, iteration or rollout")
+            raise same_name(name_of(t))
     return by_name
 
 

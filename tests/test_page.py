@@ -216,7 +216,7 @@ def test_the_tasks_are_found_and_shown_side_by_side(run, tmp_path):
             "solved": "train-2", "failed": "train-3 train-1 train-0 test-0",
             "better": "train-0 test-0", "worse": ""},
         "squares": "bad hard hard bad",  # means: student 0.2, 0.7; failure agent 0.9, 0.1
-        "fork": ["failure 0.25 > student 0.5|student|-|-|-|-|-"],
+        "fork": ["failure 0.25 > student 0.5||-|-|-|-|-"],  # no step used it
         "pairs": [
             "expert 1 > failure 0.9|student|0.50|0.50|0.00~0.50|-10.0~-10.0|-30.0~-30.0",
             "expert 1 > student 0.2|student|0.50|0.50|0.00~0.25|-110.0~-110.0|-120.0~-120.3",

@@ -186,7 +186,16 @@ def test_what_depends_on_a_change_is_made_again(change, name, expected, again, t
             assert found[f"{agent}/train.jsonl"] != (toy[0] / agent / "train.jsonl").read_bytes()
         shutil.copy(toy[0] / name, out / name)
         assert again() == expected
+        assert not [*out.rglob("*.edited")]
     assert contents(out) == contents(toy[0])
+
+
+def test_an_edited_file_is_kept_if_its_phase_runs_again(again, tmp_path):
+    out = tmp_path / "run"
+    again(halve, PAIRS)
+    edited = (out / PAIRS).read_bytes()
+    again(edit, PLAYED)
+    assert (out / f"{PAIRS}.edited").read_bytes() == edited != (out / PAIRS).read_bytes()
 
 
 def test_a_base_on_the_hub_is_identified_by_its_commit(new_run, small_model, tmp_path, monkeypatch):
@@ -277,8 +286,9 @@ def test_what_the_loop_changes_between_two_phases_is_cached(change, new_run):
 def test_a_phase_may_return_numbers_of_numpy_and_torch(new_run):
     run = new_run()
     found = dict(a=np.float32(0.5), b=torch.tensor(2.0), c=[np.bool_(True)])
-    run.once("a.jsonl", lambda run: ([], found))
-    assert [run.done["a.jsonl"][name] for name in found] == [0.5, 2.0, [True]]
+    output = "a/b/c.jsonl"
+    assert run.once(output, lambda run: ([dict(a=found["a"])], found)) == [dict(a=0.5)]
+    assert [run.done[output][name] for name in found] == [0.5, 2.0, [True]]
 
 
 def changing(played):
@@ -301,8 +311,10 @@ def worse(t):
     (changing, "it changed one of its inputs; let it change a copy"),
     (lambda played: [Pair("k", played[2], worse(played[0]))],
      "task 'a', agent 'target', iteration 0, rollout 0, but the inputs of the phase have none or"),
-    (lambda played: [*played, worse(played[0])],
-     "two trajectories have task 'a', agent 'target', iteration 0, rollout 0; give one of them")])
+    (lambda played: [*played, replace(played[0])],
+     "two trajectories have task 'a', agent 'target', iteration 0, rollout 0; give one of them"),
+    (lambda played: [Pair("k", *played[:2], weight=-1.0)], "line 1: weight is -1.0, below 0"),
+    (lambda played: [replace(played[0], reward=True)], "line 1: reward must be of type float")])
 def test_a_phase_that_would_go_wrong_is_refused_by_name(result, says, new_run):
     def mine(run, played, i):
         return result(played) if callable(result) else result
@@ -317,8 +329,11 @@ def test_invalid_inputs_of_a_phase_are_refused(new_run):
     run = new_run()
     played = run.once("played.jsonl", play)
     assert "played.jsonl: this run has already made" in refusal(run.once, "played.jsonl", play)
-    assert "the input 'a name' is no list of trajectories or pairs, and no path" in refusal(
+    assert "the input 'a name' is no list of trajectories or pairs, and no path; give" in refusal(
         run.once, "a.jsonl", print, "a name")
+    assert "two trajectories have task 'a'" in refusal(run.once, "a.jsonl", print, [*played, *played])
+    assert "already has the entry 'seconds'" in refusal(
+        partial(run.once, seconds=1), "a.jsonl", print)
     assert "agent: PosixPath('a') is no number" in refusal(
         partial(run.once, agent=Path("a")), "a.jsonl", print)
     pairs = run.once("pairs.jsonl", pair, played)
@@ -408,7 +423,10 @@ def test_a_branch_reuses_earlier_outputs_and_continues_with_other_settings(
         assert (out / name).samefile(source / name) == alike
     # The differences are printed and recorded.
     differs = ["cut_turns (- -> 5)", "d_tgt_failures (cross -> none)", "mine (3 -> -)"]
-    assert f"other settings: {', '.join(differs)}; other code: none\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"other settings: {', '.join(differs)}; other code: none\n" in said
+    line = next(line for line in said.splitlines() if line.startswith("settings of"))
+    assert "dpo_lr (0.001, not 1e-06)" in line and "d_tgt" not in line and "seed" not in line
     assert read_json(out / "config.json")["branch"] == dict(
         run=str(source), output=PAIRS, seed=0, settings=differs, code=[])
 
@@ -426,7 +444,8 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
     (notes / "config.json").unlink()
     records = read_json(older / "phases.json")
     write_json(older / "phases.json", {"experts.jsonl": dict(hash="")})
-    write_json(oldest / "config.json", dict(settings=read_json(oldest / "config.json")["settings"]))
+    settings = read_json(oldest / "config.json")["settings"] | dict(method="dart")
+    write_json(oldest / "config.json", dict(settings=settings))
     (incomplete / PLAYED).unlink()
 
     def now():
@@ -445,6 +464,7 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
         {new} runs/nowhere@sft-target -> runs/nowhere@sft-target: give RUN@OUTPUT, where
         {new} {toy[0]}@iter9/target.jsonl -> has no output 'iter9/target.jsonl'; choose from: experts
         {new} {incomplete}@{PAIRS} -> {incomplete / PLAYED} does not exist any more
+        {new} {oldest}@{PLAYED} -> --method dart: this program does not have it; choose from: coevolve,
         {new} {toy[0]}@{PLAYED} --model {ROOT}/tiny -> the run has other values of model (
         {new} {toy[0]}@{PLAYED} --protocol eto --prompts {ROOT} -> the run has other values of protocol (ours
     """),
@@ -455,6 +475,16 @@ def test_folders_and_branches_that_do_not_fit_are_refused(toy, copied, toy_run, 
         refused(toy_run, [(f"{new} {incomplete}@{PLAYED}", f"{name!r} is not in the run's folder")])
     write_json(incomplete / "phases.json", records)
     assert before.items() <= now().items()
+
+
+def test_a_setting_that_the_program_did_not_have_had_its_default(again, tmp_path):
+    file = tmp_path / "run/config.json"
+    config = read_json(file)
+    del config["settings"]["cut_turns"]
+    write_json(file, config)
+    line = refusal(partial(again, flags=("--cut-turns", 1)))
+    assert "other settings: cut_turns (5 -> 1); give" in line
+    assert again() == set()
 
 
 def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
@@ -597,6 +627,11 @@ def test_a_closed_pipe_ends_the_help_silently(tmp_path):
 
 
 # ------------------------------------------------------------------------------- the command line
+
+
+def test_an_invalid_value_of_a_preset_is_refused(monkeypatch):
+    monkeypatch.setitem(coevolve.Settings.presets, "quick", dict(d_fail="al"))
+    assert "--d-fail al: choose from: all, cross, buffer" in refusal(program, "--quick")
 
 
 def test_an_invalid_flag_is_refused_with_a_remedy(small_model, tmp_path, monkeypatch):

@@ -157,7 +157,7 @@ def margins_of(run: Path, phases: dict) -> list[tuple[str, dict]]:
 def pairs_in(run: Path, recorded: dict, trainings: list[tuple[str, dict]]) -> Iterator[dict]:
     """Yields the rows of the pairs file of a phase with the record `recorded`.
 
-    In a row, `trains` is the agent that was trained on the pairs, or "". `first` and `last` are the
+    In a row, `trains` is the agent that was trained on the pair, or "". `first` and `last` are the
     log-probabilities and the margin in the first and the last training step that used the pair, if
     a step has used it.
     """
@@ -165,14 +165,12 @@ def pairs_in(run: Path, recorded: dict, trainings: list[tuple[str, dict]]) -> It
     for row in rows_in(run / recorded["output"]):
         if PAIR <= row.keys():
             rows[name_of_pair(row)] = row
-    # Find the agent that was trained on these pairs: its margins.jsonl contains no other pairs. If
-    # several agents match, choose the one with the most pairs, because the pairs of one agent may
-    # be a subset of another agent's pairs.
-    trains, margins = "", {}
-    for agent, of_agent in trainings:
-        if of_agent.keys() <= rows.keys() and len(of_agent) > len(margins):
-            trains, margins = agent, of_agent
+    # Find the first training that used the most of these pairs. A modified copy of the loop may
+    # have filtered them, or trained on other pairs as well.
+    agent, margins = max(trainings, default=("", {}),
+                         key=lambda training: len(training[1].keys() & rows.keys()))
     for name, row in rows.items():
+        trains = agent if name in margins else ""
         yield row | margins.get(name, {}) | dict(trains=trains, iteration=recorded["i"])
 
 
