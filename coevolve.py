@@ -70,8 +70,7 @@ from environments import ENVIRONMENTS
 
 Trajectories = list[Trajectory]
 Pairs = list[Pair]
-# A model is given by its folder, and the phase that needs its weights loads them. A model that has
-# been trained again is a changed input.
+# A model is given by its folder. A model that has been trained again is a changed input.
 Model = Path
 
 # ------------------------------------------------------------------------------------ the loop

@@ -470,9 +470,6 @@ def check_same(before: dict, now: dict, declared: dict[str, Setting]) -> None:
     Free settings may change, and Growing settings may increase. A setting that is missing in
     `before`, because the program did not have it, had its default. A setting that is missing in
     `now` is ignored.
-
-    Args:
-        declared: The declarations of all settings in `now`, by name.
     """
     changed = []
     for name, value in now.items():

@@ -19,9 +19,6 @@ def take(run, branch: str, now: dict) -> dict:
 
     Weight files become hard links, which take no disk space.
 
-    Args:
-        now: The settings of the new run.
-
     Returns:
         A dict with two entries for config.json. `branch` names the other run and OUTPUT, and lists
         the settings and the code that differ. `taken` contains the records of the copied outputs,
@@ -97,8 +94,6 @@ def settings_of_run(branch: str) -> dict:
 
 def inherited_settings(before: dict, now: dict, kind: type, options: type) -> list[str]:
     """Returns the values of RUN that differ from the current defaults, as "beta (0.1, not 0.2)".
-
-    `kind` and `options` are the settings classes of the program and of the environment.
     """
     names = ("env", "method", "model", "quick", *settings_of(options))
     defaults, _ = values_of({name: now[name] for name in names}, {}, kind, options)

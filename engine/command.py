@@ -40,7 +40,6 @@ def run_program(argv: list[str], settings_class, run_class, methods: dict, progr
     Args:
         settings_class: The settings class of the program, a subclass of `Stated`.
         run_class: `engine.run.Run` or a subclass.
-        program: The command that starts the program, for --help.
         finish: A function finish(run), which is called on rank 0 after the last phase. It writes a
             summary of the run, such as an HTML page, and returns a line to print.
     """

@@ -244,7 +244,6 @@ def training_bytes(
     Args:
         ranks: The number of GPUs that the model is sharded over.
         tokens: The number of tokens in a forward pass.
-        recompute: Whether gradient checkpointing is on.
         keeps_reference: Whether the reference model, pi_ref, stays in memory during training.
 
     Returns:

@@ -34,11 +34,10 @@ from common.files import read_json, share_weights, write_json
 from common.settings import UsageError
 from engine.chat import Encoder, first_line
 
-# The minimum number of parameters for torch.compile. Smaller models are trained without it.
-# Speed of DPO with a 1.7 B model on an H200: 33,772 tokens/s with fused norms and compiled layers,
-# 25,080 tokens/s with fused norms only, and 20,318 tokens/s with neither. Compiling takes 45 s in
-# the first phase that trains a model. Later phases reuse the compiled code. Smaller models gain
-# little: at 0.6 B, compiled forward and backward passes are only 1.07 times as fast.
+# The minimum number of parameters for torch.compile. With compiled layers, DPO of a 1.7 B model is
+# 1.35 times as fast on an H200 (docs/large_models.md). Compiling takes 45 s in the first phase that
+# trains a model, and later phases reuse the compiled code. Smaller models gain little: at 0.6 B,
+# compiled forward and backward passes are only 1.07 times as fast.
 COMPILED = 1_000_000_000
 # Short names for --model. Maps a name to a folder, or to a function that returns a folder.
 MODELS = {"tiny": ROOT / "tiny"}
@@ -438,7 +437,6 @@ def load(accelerator, folder, recompute: bool, shard: bool):
     a weight are smaller than the rounding step of bf16, so the weight would not change.
 
     Args:
-        recompute: Whether to use gradient checkpointing.
         shard: Whether to shard the model over the ranks with FSDP2. If False, each rank holds the
             full model.
     """

@@ -70,7 +70,6 @@ class Saved(UserList):
         """Creates a list whose file is read at the first use.
 
         Args:
-            key: The `content_hash` of the list.
             inputs: Values that contain the trajectories that a pairs file refers to.
         """
         saved = cls.__new__(cls)
@@ -469,7 +468,7 @@ def with_numbers(result, parameters: dict) -> tuple:
 
 
 def check_free(names: Iterable[str], entries: Iterable[str]) -> None:
-    """Raises ValueError if a parameter or a number has the name of another entry of its record."""
+    """Raises ValueError if an entry already has the name."""
     taken = {*names} & {*entries}
     if taken:
         raise ValueError(f"the record of an output already has the entry {min(taken)!r}; give this "

@@ -93,7 +93,6 @@ class TokenSampler:
         Each call causes only one host-device synchronisation for the whole batch.
 
         Args:
-            replies: The B replies.
             logits: The logits of the next token of each reply, (B, V).
 
         Returns:

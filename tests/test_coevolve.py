@@ -248,7 +248,8 @@ def sides(out, pairs):
 
 def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0.0):
     """Returns Eq. (9) of all pairs of an agent in iteration i, with forward passes of transformers,
-    as a mean over the pairs. `reference` is a folder in `out`. Without it, pi_ref is 1."""
+    as a mean over the pairs. `reference` is a folder in `out`. Without it, pi_ref is 1, and log pi
+    is a mean in the DPO term."""
     policy = f"sft-{agent}" if i == 1 else f"iter{i - 1}/{agent}-agent"
     files = [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]
     played = [read(file) for file in files if "pairs" not in file.name]
@@ -259,6 +260,8 @@ def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0
         ref_w, ref_l = (log_p(out / reference, t) if reference else 0.0
                         for t in (pair.chosen, pair.rejected))
         margin = beta * ((w - ref_w) - (l - ref_l))
+        if not reference:
+            margin = beta * (w / pair.chosen.action_count - l / pair.rejected.action_count)
         total += lambda_dpo * pair.weight * math.log1p(math.exp(-margin))
         total -= lambda_sft * pair.sft_weight * w
     return total / len(pairs)
@@ -272,7 +275,7 @@ def first_loss(out, agent, i, beta, reference=None, lambda_dpo=1.0, lambda_sft=0
 def test_eto_and_the_control_are_dpo_alone(method, agent, kinds, lambda_sft, toy_run):
     """The loss of one batch. pi_ref is 1, so that margins are not 0."""
     out = toy_run("--method", method, *"--temperature 2 --reference none --dpo-batch 100 "
-                  "--rollouts 2 --dpo-epochs 2 --denominator pairs".split())
+                  "--rollouts 2 --dpo-epochs 2 --denominator pairs --log-prob-reduction mean".split())
     pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
     assert {row["kind"] for row in pairs} == kinds
     assert lambda_sft or {row["weight"] for row in pairs} == {1.0}

@@ -39,10 +39,8 @@ def whole(tokenizer, messages) -> list[int]:
 def test_the_longest_special_token_ends_a_turn():
     """As in a tokenizer."""
     tokenizer = make_tokenizer("chatml")
-    end = tokenizer.eos_token
-    prefixes = [end[:size] for size in range(2, len(end))]
-    tokenizer.add_special_tokens(dict(additional_special_tokens=prefixes))
-    assert Encoder(tokenizer).template.end_token == end
+    tokenizer.add_special_tokens(dict(additional_special_tokens=["<|", "<|im", "<|im_"]))
+    assert Encoder(tokenizer).template.end_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize("unigram", [False, True])
@@ -169,7 +167,6 @@ def test_no_page_and_no_reply_adds_a_special_token(name):
 
 VARIANTS = {  # normaliser, and a function: token -> text that is normalised to the token
     "nfkc": (normalizers.NFKC(), lambda token: token.replace("<", "\uff1c")),
-    "lower": (normalizers.Lowercase(), str.upper),
     "zero width": (normalizers.Replace("\u200b", ""), lambda token: "\u200b".join(token))}
 
 

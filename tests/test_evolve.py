@@ -345,6 +345,10 @@ def test_training_uses_the_distribution_that_episodes_are_sampled_from(run):
     assert first["loss"] == pytest.approx(-sum(advantages) / len(advantages), abs=1e-5)
     assert first["kl"] == pytest.approx(0, abs=1e-4) and abs(second["kl"]) > 1e-3
     assert all(row["sampler"]["rms"] < 1e-4 for row in (first, second))
+    assert first["skipped"] == sum(not group.advantages for group in groups)
+    assert first["success"] == pytest.approx(sum(not t.is_failure for t in episodes) / len(episodes))
+    record = r.done["iter1/target-agent"]
+    assert (record["episodes"], record["steps"]) == (len(episodes), 1)
 
 
 class Fixed(Letters):

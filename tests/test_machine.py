@@ -24,15 +24,12 @@ from engine.forward_passes import cost, fits_in_round, schedule_rounds
 from engine.machine import accelerator_of
 
 
-@pytest.mark.parametrize("variable, expected", [
-    (None, "expandable_segments:True"), ("PYTORCH_CUDA_ALLOC_CONF", "mine"),
-    ("PYTORCH_ALLOC_CONF", None)])
-def test_options_of_cuda(variable, expected, monkeypatch):
+@pytest.mark.parametrize("given, expected", [
+    ({}, "expandable_segments:True"), (dict(PYTORCH_CUDA_ALLOC_CONF="mine"), "mine"),
+    (dict(PYTORCH_ALLOC_CONF="mine"), None)])
+def test_options_of_cuda(given, expected, monkeypatch):
     """Expandable segments unless the user gives another value, no cuDNN attention, and no TF32."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, "mine")  # so that the old value is restored afterwards
-        if name != variable:
-            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", given)
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.backends.cuda.matmul.allow_tf32 = True
     accelerator_of(gpu=False, bf16=False)

@@ -34,8 +34,7 @@ def test_slots_by_hand(free, bf16, size):
 
 
 @pytest.mark.parametrize("config, free, slots", [
-    (LLAMA2_7B, 1.5e9, 1), (QWEN3_4B, H100 - 8e9, 108), (QWEN3_4B, 8 * H100, SLOTS),
-    (RwkvConfig(), 8e9, SLOTS)])
+    (LLAMA2_7B, 1.5e9, 1), (QWEN3_4B, H100 - 8e9, 108), (RwkvConfig(), 8e9, SLOTS)])
 def test_slots_are_between_1_and_the_limit(config, free, slots):
     assert slots_that_fit(config, free, 4352) == slots
 
@@ -50,7 +49,7 @@ def test_the_plan_of_training_covers_what_an_h100_took(config, parameters, recom
 
 
 @pytest.mark.parametrize("card, ranks, parameters, says", [
-    (H100, 1, 1.72e9, None), (24e9, 8, 6.74e9, None),
+    (24e9, 8, 6.74e9, None),
     (H100, 1, 6.74e9, "6.74 B parameters on 1 x 85 GB: .* optimiser states take 121 GB .*; use more or"),
     (24e9, 8, 13e9, "the inference copy takes 26 GB on each GPU; use larger GPUs"),
     (16e9, 8, 6.74e9, r"lower --tokens-per-forward, .* to \d+$")])

@@ -90,12 +90,7 @@ class Server:
 
 
 class IsolatedProcess:
-    """An isolated process that runs one job.
-
-    Args:
-        do: The job: "play" (an episode), "judge", "compare" or "check".
-        task: Id of the task, or None for "check".
-    """
+    """An isolated process that runs the job `do`, see `run_fork` in child.py."""
 
     def __init__(self, server: Server, do: str, task: str | None):
         self._line, line = socket.socketpair()

@@ -109,7 +109,6 @@ class Paid:
 
         Args:
             what: Identifies the conversation, for example by task and rollout.
-            messages: All messages of the conversation so far.
 
         Raises:
             NotAnswered: The endpoint does not reply to this conversation.
