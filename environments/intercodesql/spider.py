@@ -123,8 +123,8 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
                 cursor.execute(f"CREATE USER {user}@'%' IDENTIFIED BY {secret}")
                 cursor.execute(f"GRANT SELECT ON `{pattern}`.* TO {user}@'%'")
     except databases.driver().MySQLError as error:
-        remedy = "; --admin-url needs a user that may create databases and users"
-        raise EnvError(f"{where}: {error.args[-1]}{remedy * ('denied' in str(error))}") from None
+        raise EnvError(f"{where}: {error.args[-1]}; check the server, and that the user of "
+                       "--admin-url may create databases and users") from None
     return names
 
 

@@ -247,7 +247,7 @@ def alphabetic_words(name: str) -> list[str]:
 
 def has_attribute(product: dict, attribute: str) -> bool:
     texts = [product["Title"], " ".join(product["BulletPoints"]), product["Description"]]
-    contains = any(attribute in text.lower() for text in texts)
+    contains = attribute in "\n".join(texts).lower()
     return contains or is_among(attribute, product["Attributes"])
 
 
