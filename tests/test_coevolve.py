@@ -283,6 +283,11 @@ def test_eto_and_the_control_are_dpo_alone(method, agent, kinds, lambda_sft, toy
     first, _ = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
     loss = first_loss(out, agent, 1, 0.1, lambda_sft=lambda_sft)
     assert first["loss"] == pytest.approx(loss, rel=1e-4)
+    margins = [row["first"][-1] for row in read_jsonl(out / f"iter1/{agent}-agent/margins.jsonl")]
+    sums = Counter()
+    for row in first["kinds"].values():
+        sums.update(margin=row["count"] * row["margin"], above=row["count"] * row["accuracy"])
+    assert sums == pytest.approx(dict(margin=sum(margins), above=sum(m > 0 for m in margins)))
 
 
 def test_two_iterations_have_their_own_rollouts_rates_betas_and_pairs(toy_run, encoder):

@@ -58,8 +58,10 @@ def test_a_program_without_its_packages_says_how_to_get_them(program):
 
 @pytest.mark.parametrize("program", [["coevolve.py"], ["-m", "lab"], ["-m", "lab.study.compare"]])
 def test_ctrl_c_during_the_imports_ends_a_program_in_one_line(program, tmp_path):
-    # A package with the name of one that all programs import, and which is interrupted.
-    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    # A package with the name of one that all programs import, and which is interrupted. A shell
+    # ignores the signal in background jobs.
+    (tmp_path / "torch.py").write_text("from signal import *\nsignal(SIGINT, default_int_handler)\n"
+                                       "raise_signal(SIGINT)\n")
     done = start(*program, "a", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped\n")
 
