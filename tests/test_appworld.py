@@ -426,7 +426,7 @@ def test_scenarios_are_tasks_without_their_last_number():
 
 
 def test_a_missing_package_or_an_unusable_path_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
+    monkeypatch.setattr(data, "ROOT", tmp_path / "memory-of-agents")
     with pytest.raises(UsageError, match="memory-of-agents.*has 'memory' in its path.*move it"):
         small_appworld()
     monkeypatch.setattr(data, "VENV", tmp_path)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from common import ROOT
 from common.settings import UsageError
 from environments.appworld.python_code import calls_of
 from environments.user_files import read_json
 
-PROJECT = Path(__file__).resolve().parents[2]
 PACKAGE = "appworld==0.1.3.post1"  # pinned, because other versions come with different data
 # run.sh creates this virtual environment, because the package pins library versions that conflict
 # with those of this project.
-VENV = PROJECT / ".venv-appworld"
+VENV = ROOT / ".venv-appworld"
 SOURCES = ("small.py", "families.py")  # files that define the small AppWorld
 SMALL_SPLITS = ("train", "validation", "test", "unseen")
 # {split of the official data: name of the file that lists its task ids}
@@ -42,7 +42,7 @@ def small_appworld() -> Path:
     here = Path(__file__).parent
     sources = [PACKAGE.encode(), *((here / name).read_bytes() for name in SOURCES)]
     name = hashlib.sha256(b"\0".join(sources)).hexdigest()[:16]
-    folder = checked_path(PROJECT / ".cache" / f"appworld-{name}")
+    folder = checked_path(ROOT / ".cache" / f"appworld-{name}")
     folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):  # if several runs start together, only one creates the folder
         if not folder.exists():

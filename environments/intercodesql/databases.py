@@ -210,8 +210,7 @@ FUNCTIONS = {
     "month": (1, _part_of_date(1)),
     "day": (1, _part_of_date(2)),
     **{name: (-1, _at_today(name, 0)) for name in ("date", "time", "datetime", "julianday")},
-    "strftime": (-1, _at_today("strftime", 1)),
-}
+    "strftime": (-1, _at_today("strftime", 1))}
 
 
 def _of_number(function):

@@ -154,10 +154,8 @@ def database_script(tables: list[Table]) -> str:
 
 def question_families(text: str) -> list[tuple[int, str, str]]:
     """Parses families into (weight, question, gold query)."""
-    families = []
-    for weight, words, gold in re.findall(r"(\d) (.+)\n  (.+)", text):
-        families.append((int(weight), words, gold))
-    return families
+    return [(int(weight), words, gold)
+            for weight, words, gold in re.findall(r"(\d) (.+)\n  (.+)", text)]
 
 
 # SIMPLE, COMPOUND and LONG are lists of question families. Within a list, families are drawn in

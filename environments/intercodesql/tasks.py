@@ -142,11 +142,10 @@ class TaskGenerator:
         if task["db"] not in self.training:
             return "a database of no training task"
         words, key = words_of(task["query"]), self.key(task)
-        if words in self.evaluated:
+        if words in self.evaluated or any(
+                words == words_of(question["query"]) or key == self.key(question)
+                for question in self.questions[task["db"]]):
             return "a question of a split"
-        for question in self.questions[task["db"]]:
-            if words == words_of(question["query"]) or key == self.key(question):
-                return "a question of a split"
         if {*words.split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
             return "a held-out noun"
         values = re.findall(r"'\w+'", task["gold"])

@@ -247,8 +247,7 @@ def alphabetic_words(name: str) -> list[str]:
 
 def has_attribute(product: dict, attribute: str) -> bool:
     texts = [product["Title"], " ".join(product["BulletPoints"]), product["Description"]]
-    contains = attribute in "\n".join(texts).lower()
-    return contains or is_among(attribute, product["Attributes"])
+    return attribute in "\n".join(texts).lower() or is_among(attribute, product["Attributes"])
 
 
 def is_among(wanted: str, texts: list[str]) -> bool:

@@ -43,8 +43,7 @@ class TaskGenerator:
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Returns the kinds of the executed actions, and all pairs of consecutive kinds."""
-        executed = self._execute(self.shop.find(task), replies)
-        return with_pairs([kind for _, kind in executed])
+        return with_pairs([kind for _, kind in self._execute(self.shop.find(task), replies)])
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Returns [{text, task, solution}] if an episode ends with a purchase, and otherwise []."""

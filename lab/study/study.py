@@ -21,6 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common import ROOT
 from common.settings import UsageError, flag, names_in, parse
 from environments import ENVIRONMENTS, environment
 from lab.runfiles import command, count
@@ -28,7 +29,6 @@ from lab.settings import METHODS, Settings
 from lab.study.compare import write_report
 from lab.study.methods import ARMS, COMPARED, FIRST, filled, finished, method_of, needed_by
 
-ROOT = Path(__file__).parents[2]
 GPU = shutil.which("nvidia-smi") is not None
 running = set()  # processes that `launch` started
 starting = threading.Lock()  # held while a process is started; afterwards it is in `running`
