@@ -220,11 +220,6 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def has_mark(kind: type, name: str, mark: str) -> bool:
-    """Returns True if a class has a setting called `name` that is marked as FREE or GROWING."""
-    return name in settings_of(kind) and mark in settings_of(kind)[name].marks
-
-
 def names_in(reads: tuple) -> set[str]:
     """Returns the names of all settings in `reads`, a tuple in the format of `Method.reads`."""
     names = set()

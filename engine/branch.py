@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from common.files import check_version, copy_folder, read_json, remove
-from common.settings import FREE, UsageError, has_mark, settings_of, values_of
+from common.settings import FREE, UsageError, settings_of, values_of
 from engine.code import code_differences
 from engine.console import counted
 
@@ -45,7 +45,7 @@ def take(run, branch: str, now: dict) -> dict:
     config = read_json(source / "config.json")
     changes = differing_settings(config["settings"], now, run.declared)
     options = type(run.options)
-    env_options = [name for name in settings_of(options) if not has_mark(options, name, FREE)]
+    env_options = [name for name in settings_of(options) if FREE not in run.declared[name].marks]
     conflicts = [changes[name] for name in ("env", *env_options, "model", "view")
                  if name in changes]
     if conflicts:

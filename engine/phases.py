@@ -11,7 +11,6 @@ The loops in `coevolve.py` pass values from phase to phase. These values can be 
 config.json contains the settings of the run, and phases.json a record of each output.
 """
 
-import json
 import os
 import time
 from collections import UserList
@@ -43,12 +42,10 @@ from engine.code import code_differences, code_now
 from engine.console import sentence, visible
 from engine.tracking import Tracking
 from engine.trajectories import (
+    check_can_be_read,
     check_names,
-    check_pairs,
     content_hash,
     is_rows,
-    items_of,
-    line_of,
     read,
     write,
 )
@@ -362,11 +359,7 @@ class Phases:
             if self.main:
                 files.copy_folder(value, path, without=".jsonl")
         elif is_rows(value):
-            check_names(value)
-            check_pairs(value, inputs)
-            # Check that the value can be read again.
-            items_of((json.loads(line_of(item)) for item in value), inputs,
-                     self.encoder.vocabulary_size)
+            check_can_be_read(value, inputs, self.encoder.vocabulary_size)
             if self.main:
                 write(path, value)
         else:

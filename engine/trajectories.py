@@ -4,6 +4,7 @@ Users may edit these files, so each line is checked when it is read.
 """
 
 import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -242,15 +243,18 @@ def trajectories_by_name(trajectories: Iterable[Trajectory]) -> dict[tuple, Traj
     return by_name
 
 
-def check_pairs(items: list, inputs: Iterable) -> None:
-    """Raises ValueError if a trajectory of a pair is not in `inputs`, or is a modified copy of one.
+def check_can_be_read(items: list, inputs: Iterable, vocabulary: float) -> None:
+    """Raises ValueError if `read` could not read a list again, from the file that `write` makes.
 
-    Such a pair could not be read from its file later, because the file contains only references to
-    trajectories.
+    A pairs file contains only references to trajectories. Therefore the trajectories of a pair must
+    be in `inputs`, and not modified copies.
     """
-    pairs = [item for item in items if isinstance(item, Pair)]
-    known = trajectories_by_name(trajectories_in(inputs)) if pairs else {}
-    for t in trajectories_in(pairs):
-        if t != known.get(name_of(t)):
-            raise ValueError(f"a pair has a trajectory with {describe(name_of(t))}, but the inputs "
-                             "of the phase have none or another one")
+    check_names(items)
+    again = items_of((json.loads(line_of(item)) for item in items), inputs, vocabulary)
+    for item, read_item in zip(items, again):
+        if not isinstance(item, Pair):
+            continue
+        for t, known in zip(trajectories_in(item), trajectories_in(read_item)):
+            if t != known:
+                raise ValueError(f"a pair has a trajectory with {describe(name_of(t))}, but the "
+                                 "inputs of the phase have none or another one")

@@ -43,7 +43,8 @@ def changes(runs: Runs, last: list[dict]) -> Table:
             before, after = runs[first][seed], runs[arm][seed]
             rows.append((arm, f"first output, seed {seed}", first_difference(before, after)))
             for name, run, other in (first, before, after), (arm, after, before):
-                lacking = [output for output in phases_of(run) if output not in phases_of(other)]
+                of_other = phases_of(other)
+                lacking = [output for output in phases_of(run) if output not in of_other]
                 if lacking:
                     rows.append((arm, f"only in {name}, seed {seed}", listed(lacking)))
         for _, (agent, split), pairs in paired(last, [(arm, first)], ["agent", "split"]):

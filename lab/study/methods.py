@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from common.settings import FREE, UsageError, has_mark, names_in, settings_of
+from common.settings import FREE, UsageError, names_in, settings_of
 from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of, phases_with, target_of
 from lab.settings import METHODS, Settings
@@ -217,8 +217,8 @@ def ignored(settings: dict) -> set[str]:
     methods count as reading every setting."""
     method = METHODS.get(settings["method"])
     reads = names_in(method.reads) if method else {*settings}
-    return {"seed"} | {name for name in settings_of(Settings)
-                       if name not in reads or has_mark(Settings, name, FREE)}
+    return {"seed"} | {name for name, declared in settings_of(Settings).items()
+                       if name not in reads or FREE in declared.marks}
 
 
 def setting_differences(runs: Runs) -> list[tuple[str, str, str]]:
